@@ -1,0 +1,36 @@
+# Every target sets up what it needs: the first call installs, later ones start at once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NEWEST_VENV := .venv-newest
+
+.PHONY: demo test lint bench docs clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m jspec demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2
+	@PYTHON="$(BIN)/python" VENV="$(NEWEST_VENV)" .ci/test-newest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench: $(VENV)/.demo
+	$(BIN)/python benchmarks/decode.py
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) $(NEWEST_VENV) .cache site
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@

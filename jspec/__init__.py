@@ -1,0 +1,47 @@
+"""Speculative decoding's drafting side for JAX.
+
+    state = jspec.init(config, params, cache=cache, max_requests=64)
+    state = jspec.admit(state, slot, prompt_tokens)
+    state, drafts = jspec.step(state, scheduled, verified)
+    state = jspec.release(state, slot)
+"""
+
+from jspec.api import admit, init, prepare, propose, pure, release, step, warmup
+from jspec.axes import PAD_SLOT, PAD_TOKEN
+from jspec.checkpoint import load
+from jspec.config import Buckets, CacheConfig, ModelConfig
+from jspec.decode import generate, generate_plain
+from jspec.proposers import REGISTRY
+from jspec.proposers.base import Proposer
+from jspec.proposers.ngram import NgramConfig
+from jspec.proposers.ngram_gpu import NgramGPUConfig
+from jspec.state import Batch, Drafts, PagedView, Scheduled, State, Verified
+
+__all__ = [
+    "PAD_SLOT",
+    "PAD_TOKEN",
+    "REGISTRY",
+    "Batch",
+    "Buckets",
+    "CacheConfig",
+    "Drafts",
+    "ModelConfig",
+    "NgramConfig",
+    "NgramGPUConfig",
+    "PagedView",
+    "Proposer",
+    "Scheduled",
+    "State",
+    "Verified",
+    "admit",
+    "generate",
+    "generate_plain",
+    "init",
+    "load",
+    "prepare",
+    "propose",
+    "pure",
+    "release",
+    "step",
+    "warmup",
+]

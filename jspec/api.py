@@ -1,0 +1,384 @@
+"""The jit boundary: what a serving loop calls.
+
+`init`, `admit`, `propose` (or `prepare` and `propose` in one: `step`), `release`. Each returns a
+new `State`; the memory of the old one is consumed. Params are never donated.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from jspec import metadata, proposers
+from jspec.axes import PAD_SLOT, PAD_TOKEN
+from jspec.config import Buckets, CacheConfig, check_at_least
+from jspec.state import Batch, Drafts, Memory, Params, Scheduled, State, Verified
+
+
+def init(
+    config: Any,
+    params: Params = None,
+    *,
+    cache: CacheConfig,
+    max_requests: int,
+) -> State:
+    """Makes the state of a drafter.
+
+    Args:
+      config: a proposer's config, for example `NgramConfig(num_drafts=5)`.
+      params: the drafter's weights; None for drafters without.
+      cache: limits of the KV cache and of the longest request.
+      max_requests: requests that may be admitted at the same time.
+
+    Returns:
+      A state whose arrays are committed to a device, so that warmed calls never compile again.
+
+    Raises:
+      TypeError: config belongs to no registered proposer. ValueError: max_requests < 1.
+
+    Example:
+      >>> import jspec
+      >>> cache = jspec.CacheConfig(num_pages=8, max_model_len=64)
+      >>> state = jspec.init(jspec.NgramConfig(num_drafts=3), cache=cache, max_requests=2)
+      >>> state = jspec.admit(state, 0, [1, 2, 9, 1, 2])
+    """
+    proposer = proposers.of(config)
+    check_at_least("init", 1, max_requests=max_requests)
+    memory = proposer.init(config, params, cache, max_requests)
+    if proposer.kind == "device":
+        device = _device(params)
+        params, memory = _commit(params, device), _commit(memory, device)
+    return State(
+        config=config,
+        cache=cache,
+        max_requests=max_requests,
+        occupied=frozenset(),
+        params=params,
+        memory=memory,
+    )
+
+
+def admit(state: State, slot: int, prompt_tokens: Sequence[int] | np.ndarray) -> State:
+    """Gives a request its memory row.
+
+    Args:
+      state: consumed.
+      slot: free row, 0..max_requests-1; the request's `request_slot` until `release`.
+      prompt_tokens: the whole prompt, a prefix-cached part included.
+
+    Returns:
+      The new state.
+
+    Raises:
+      ValueError: the slot is taken or out of range, the prompt is empty or longer than
+        `max_model_len`, or a token is outside the vocabulary. The state is then unchanged.
+    """
+    _check_alive(state, "admit")
+    if not 0 <= slot < state.max_requests:
+        raise ValueError(
+            f"admit: `slot` is {slot}, wanted 0..{state.max_requests - 1}. "
+            "Raise max_requests in jspec.init, or release a request first."
+        )
+    if slot in state.occupied:
+        free = sorted(set(range(state.max_requests)) - state.occupied)
+        raise ValueError(
+            f"admit: slot {slot} is taken. Call jspec.release(state, {slot}) when its request "
+            f"leaves; free now: {free or 'none'}."
+        )
+    tokens = check_prompt(
+        "admit",
+        prompt_tokens,
+        max_len=state.cache.max_model_len,
+        vocab_size=state.config.vocab_size,
+    )
+    proposer = proposers.of(state.config)
+    memory = state.memory
+    if proposer.admit is not None and proposer.kind == "host":
+        memory = proposer.admit(state.config, memory, slot, tokens, len(tokens))
+    elif proposer.admit is not None:
+        padded = np.full(state.cache.max_model_len, PAD_TOKEN, np.int32)
+        padded[: len(tokens)] = tokens
+        arguments = (np.int32(slot), padded, np.int32(len(tokens)))
+        memory = _admit(state.config, memory, *_commit(arguments, _device(memory)))
+    return dataclasses.replace(state, memory=memory, occupied=state.occupied | {slot})
+
+
+def release(state: State, slot: int) -> State:
+    """Takes a request's memory row back.
+
+    Args:
+      state: consumed.
+      slot: the row that `admit` gave.
+
+    Raises:
+      ValueError: no request holds the slot.
+    """
+    _check_alive(state, "release")
+    if slot not in state.occupied:
+        raise ValueError(
+            f"release: slot {slot} holds no request. Taken now: {sorted(state.occupied) or 'none'}."
+        )
+    proposer = proposers.of(state.config)
+    memory = state.memory
+    if proposer.release is not None and proposer.kind == "host":
+        memory = proposer.release(state.config, memory, slot)
+    elif proposer.release is not None:
+        memory = _release(state.config, memory, _commit(np.int32(slot), _device(memory)))
+    return dataclasses.replace(state, memory=memory, occupied=state.occupied - {slot})
+
+
+def prepare(scheduled: Scheduled, verified: Verified, *, vocab_size: int | None = None) -> Batch:
+    """Joins what the target ran with what the verifier kept; see `jspec.metadata.prepare`."""
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((scheduled, verified))):
+        metadata.check_scheduled(scheduled)
+        metadata.check_verified(verified, scheduled)
+        return _prepare(scheduled, verified, vocab_size=vocab_size)
+    return metadata.prepare(scheduled, verified, vocab_size=vocab_size)
+
+
+def propose(state: State, batch: Batch) -> tuple[State, Drafts]:
+    """Drafts the next tokens of each request.
+
+    Args:
+      state: consumed.
+      batch: from `prepare`.
+
+    Returns:
+      (state, drafts). Device drafters return JAX arrays without waiting for them; host drafters
+      return numpy arrays.
+
+    Raises:
+      TypeError, ValueError: a field of the batch does not fit; RuntimeError: the state was
+        consumed before.
+    """
+    _check_alive(state, "propose")
+    if proposers.of(state.config).kind == "host":
+        return _propose_on_host(state, _to_host(batch, state.config))
+    device = _device(state.memory)
+    batch = _commit(batch, device)
+    metadata.check_scheduled(batch)
+    memory, drafts = _propose(state.config, state.params, state.memory, batch)
+    return dataclasses.replace(state, memory=memory), drafts
+
+
+def step(state: State, scheduled: Scheduled, verified: Verified) -> tuple[State, Drafts]:
+    """Runs `prepare` and `propose` as one executable: what a serving loop calls.
+
+    Args:
+      state: consumed.
+      scheduled: what the target just ran.
+      verified: what the verifier kept of it.
+
+    Returns:
+      (state, drafts), as `propose`.
+
+    Raises:
+      As `propose`.
+    """
+    _check_alive(state, "step")
+    if proposers.of(state.config).kind == "host":
+        scheduled, verified = _to_host((scheduled, verified), state.config)
+        batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
+        return _propose_on_host(state, batch)
+    scheduled, verified = _commit((scheduled, verified), _device(state.memory))
+    metadata.check_scheduled(scheduled)
+    metadata.check_verified(verified, scheduled)
+    memory, drafts = _step(state.config, state.params, state.memory, scheduled, verified)
+    return dataclasses.replace(state, memory=memory), drafts
+
+
+def pure(config: Any) -> Callable[[Params, Memory, Batch], tuple[Memory, Drafts]]:
+    """Returns `propose(params, memory, batch) -> (memory, drafts)` for use inside your own jit.
+
+    Donate `memory` there, and pass `params` as an argument: a whole `State` through an outer jit
+    would copy the params or, donated, delete weights that the target shares.
+
+    Raises:
+      TypeError: the drafter runs on the host.
+    """
+    proposer = proposers.of(config)
+    if proposer.kind == "host":
+        raise TypeError(_HOST_ONLY.format(name=proposer.name))
+    return functools.partial(proposer.propose, config)
+
+
+def warmup(state: State, buckets: Buckets) -> None:
+    """Compiles every bucket, so that no later call with one of these shapes compiles.
+
+    Touches neither memory nor params: the state stays as it was.
+
+    Args:
+      state: as `init` returned it.
+      buckets: batch sizes and token counts; the block table is `cache.pages_per_request` wide
+        and `verified.tokens` is num_drafts + 1 wide.
+    """
+    _check_alive(state, "warmup")
+    proposer = proposers.of(state.config)
+    if proposer.kind == "host":
+        for num_requests, num_rows in buckets.pairs()[:1]:  # numba compiles once for all shapes
+            scratch = proposer.init(state.config, state.params, state.cache, num_requests)
+            scheduled, verified = _example(state, num_requests, num_rows)
+            batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
+            proposer.propose(state.config, state.params, scratch, batch)
+        return
+    sharding = jax.sharding.SingleDeviceSharding(_device(state.memory))
+
+    def abstract(tree):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=x.sharding if isinstance(x, jax.Array) else sharding
+            ),
+            tree,
+        )
+
+    params, memory = abstract((state.params, state.memory))
+    slot, row = abstract((np.int32(0), np.zeros(state.cache.max_model_len, np.int32)))
+    if proposer.admit is not None:
+        _admit.lower(state.config, memory, slot, row, slot).compile()
+    if proposer.release is not None:
+        _release.lower(state.config, memory, slot).compile()
+    for num_requests, num_rows in buckets.pairs():
+        scheduled, verified = abstract(_example(state, num_requests, num_rows))
+        batch = jax.eval_shape(_prepare, scheduled, verified)
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch
+        )
+        _prepare.lower(scheduled, verified, vocab_size=None).compile()
+        _propose.lower(state.config, params, memory, batch).compile()
+        _step.lower(state.config, params, memory, scheduled, verified).compile()
+
+
+def check_prompt(
+    owner: str, tokens: Sequence[int] | np.ndarray, *, max_len: int, vocab_size: int | None
+) -> Int[np.ndarray, "n"]:
+    """Returns a prompt as int32, or raises a ValueError that names the offending token."""
+    array = np.asarray(tokens)
+    if array.size == 0:
+        raise ValueError(f"{owner}: the prompt is empty, wanted at least one token.")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{owner}: the prompt is {array.dtype} of shape {array.shape}, wanted token ids [n]. "
+            "Encode text with the model's tokenizer first."
+        )
+    if len(array) > max_len:
+        raise ValueError(
+            f"{owner}: the prompt has {len(array)} tokens, wanted at most max_model_len = "
+            f"{max_len}. Shorten it, or raise CacheConfig.max_model_len."
+        )
+    bad = (array < 0) | (array >= (vocab_size or metadata.INT32_MAX))
+    if bad.any():
+        where = int(np.argmax(bad))
+        raise ValueError(
+            f"{owner}: prompt token {where} is {array[where]}, wanted an id from 0 up to the "
+            f"vocabulary size ({vocab_size or 'unbounded'}). Use the target's own tokenizer."
+        )
+    return array.astype(np.int32)
+
+
+# The jitted core. Config is static; memory alone is donated and rewritten in place.
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _admit(config, memory, slot, tokens, num_tokens):
+    return proposers.of(config).admit(config, memory, slot, tokens, num_tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _release(config, memory, slot):
+    return proposers.of(config).release(config, memory, slot)
+
+
+@functools.partial(jax.jit, static_argnames="vocab_size")
+def _prepare(scheduled, verified, vocab_size=None):
+    return metadata.prepare(scheduled, verified, vocab_size=vocab_size)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _propose(config, params, memory, batch):
+    return proposers.of(config).propose(config, params, memory, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _step(config, params, memory, scheduled, verified):
+    with jax.named_scope("prepare"):
+        batch = metadata.prepare(scheduled, verified, vocab_size=config.vocab_size)
+    with jax.named_scope("propose"):
+        return proposers.of(config).propose(config, params, memory, batch)
+
+
+# Boundary helpers.
+
+_HOST_ONLY = (
+    "{name} drafts on the host and cannot be traced. Call jspec.step or jspec.propose outside of "
+    "jit, or take a device drafter (for n-gram: method 'ngram_gpu')."
+)
+
+
+def _propose_on_host(state: State, batch: Batch) -> tuple[State, Drafts]:
+    proposer = proposers.of(state.config)
+    memory, drafts = proposer.propose(state.config, state.params, state.memory, batch)
+    return dataclasses.replace(state, memory=memory), drafts
+
+
+def _to_host(tree, config):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+        raise TypeError(_HOST_ONLY.format(name=proposers.of(config).name))
+    return jax.tree.map(np.asarray, tree)
+
+
+def _device(tree) -> jax.Device:
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            return next(iter(leaf.devices()))
+    return jax.devices()[0]
+
+
+def _commit(tree, device: jax.Device):
+    """Puts every leaf on a device for good: one uncommitted leaf in a warmed call recompiles."""
+
+    def is_committed(leaf):
+        return isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and leaf.committed)
+
+    leaves, structure = jax.tree.flatten(tree)
+    loose = [i for i, leaf in enumerate(leaves) if not is_committed(leaf)]
+    if loose:
+        for i, array in zip(loose, jax.device_put([leaves[i] for i in loose], device), strict=True):
+            leaves[i] = array
+        return jax.tree.unflatten(structure, leaves)
+    return tree
+
+
+def _check_alive(state: State, owner: str) -> None:
+    for leaf in jax.tree.leaves(state.memory):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            if leaf.is_deleted():
+                raise RuntimeError(
+                    f"{owner}: this state was consumed by an earlier call. Use the state that "
+                    "admit, propose, step or release returned."
+                )
+            return
+
+
+def _example(state: State, num_requests: int, num_rows: int) -> tuple[Scheduled, Verified]:
+    """A step without live requests, of the shapes and dtypes that a real one has."""
+
+    def full(value, *shape):
+        return np.full(shape, value, np.int32)
+
+    scheduled = Scheduled(
+        token_ids=full(0, num_rows),
+        positions=full(0, num_rows),
+        query_start=full(0, num_requests + 1),
+        seq_lens=full(0, num_requests),
+        block_table=full(PAD_SLOT, num_requests, state.cache.pages_per_request),
+        num_drafts=full(0, num_requests),
+        request_slot=full(PAD_SLOT, num_requests),
+        backup_token=full(0, num_requests),
+        discard=np.ones(num_requests, bool),
+    )
+    width = state.config.num_drafts + 1
+    return scheduled, Verified(tokens=full(PAD_TOKEN, num_requests, width))

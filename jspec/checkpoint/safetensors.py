@@ -1,0 +1,172 @@
+"""Reads Hugging Face model folders: config.json, safetensors shards, tokenizer.json.
+
+The safetensors format: an 8-byte little-endian header length, a JSON header with the dtype, shape
+and byte range of each tensor, then the data. Tensors are memory-mapped one by one, so a
+consumer that drops each before taking the next holds a single tensor's pages.
+"""
+
+import json
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jspec.checkpoint.base import Checkpoint
+
+_DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+
+
+def read_folder(path: str | PathLike[str]) -> Checkpoint:
+    """Opens a Hugging Face model folder.
+
+    Args:
+      path: folder with config.json and model.safetensors, or the shards that
+        model.safetensors.index.json lists. tokenizer.json, tokenizer_config.json,
+        chat_template.jinja and generation_config.json are read where they exist.
+
+    Returns:
+      The checkpoint. Headers have been checked; no tensor data has been read.
+
+    Raises:
+      FileNotFoundError: the folder, its config.json or a weight file is missing.
+      ValueError: a file is truncated or not what its name says.
+    """
+    folder = Path(path)
+    config = _read_json(folder / "config.json")
+    files = _weight_files(folder)
+    headers = {file: _read_header(file) for file in files}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for file, header in headers.items():
+            for name, (dtype, shape, offset) in header.items():
+                yield name, _view(file, dtype, shape, offset)
+
+    generation = _read_json(folder / "generation_config.json", optional=True)
+    return Checkpoint(
+        config=config,
+        tensors=tensors,
+        tokenizer_json=_read_text(folder / "tokenizer.json"),
+        chat_template=_chat_template(folder),
+        stop_ids=_stop_ids(config, generation),
+    )
+
+
+def _read_text(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
+    text = _read_text(file)
+    if text is None:
+        if optional:
+            return {}
+        raise FileNotFoundError(
+            f"{file} is missing. Pass a Hugging Face model folder: config.json, and "
+            "model.safetensors or shards with model.safetensors.index.json."
+        )
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no JSON ({error}). Fetch the file again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, wanted a JSON object.")
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        found = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        raise FileNotFoundError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json, only: "
+            f"{found}. Save the model in safetensors form (save_pretrained does)."
+        )
+    files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{index} lists shards that are not there: {', '.join(missing)}. Fetch them into "
+            f"{folder}."
+        )
+    return files
+
+
+def _read_header(file: Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]:
+    """Returns dtype, shape and file offset of each tensor, checked against the file's size."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 + length:
+            raise ValueError(
+                f"{file} is truncated or no safetensors file: it has {size} bytes, and its header "
+                f"alone should take {8 + length}. Fetch the file again."
+            )
+        header = stream.read(length)
+    try:
+        entries = json.loads(header)
+    except ValueError as error:
+        raise ValueError(f"{file} is no safetensors file: its header is no JSON.") from error
+    entries.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        if 8 + length + end > size:
+            raise ValueError(
+                f"{file} is truncated: tensor {name!r} ends at byte {8 + length + end} of {size}. "
+                "Fetch the file again."
+            )
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(
+                f"{file}: tensor {name!r} has dtype {entry['dtype']}, wanted one of "
+                f"{', '.join(_DTYPES)}. Dequantise the checkpoint first."
+            )
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        if end - begin != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
+            raise ValueError(
+                f"{file}: tensor {name!r} of {entry['dtype']}{list(shape)} takes {end - begin} "
+                "bytes, which do not match. Fetch the file again."
+            )
+        tensors[name] = (dtype, shape, 8 + length + begin)
+    return tensors
+
+
+def _view(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
+    if 0 in shape:  # an empty range cannot be mapped
+        return np.empty(shape, dtype)
+    return np.memmap(file, dtype, "r", offset, shape)
+
+
+def _chat_template(folder: Path) -> str | None:
+    template = _read_text(folder / "chat_template.jinja")
+    if template is None:
+        template = _read_json(folder / "tokenizer_config.json", optional=True).get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template
+
+
+def _stop_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
+    ids: dict[int, None] = {}
+    for config in configs:
+        eos = config.get("eos_token_id")
+        if eos is not None:
+            ids.update(dict.fromkeys(eos if isinstance(eos, list) else [eos]))
+    return tuple(ids)

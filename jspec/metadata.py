@@ -1,0 +1,193 @@
+"""From what the target ran to what a drafter needs: checks, `prepare`, views of the paged cache."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jspec.axes import PAD_SLOT, PAD_TOKEN, AnyArray
+from jspec.pallas.next_token import next_token
+from jspec.pallas.sample_index import sample_index
+from jspec.state import Batch, PagedView, Scheduled, Verified
+
+INT32_MAX = 2**31 - 1
+
+
+def prepare(scheduled: Scheduled, verified: Verified, *, vocab_size: int | None = None) -> Batch:
+    """Joins what the target ran with what the verifier kept.
+
+    Works inside jit, on JAX arrays, and on numpy arrays (which stay on the host).
+
+    In (one request, two drafts verified, one kept): query_start [0 3], num_drafts [2],
+    tokens [[7 9 -1]]. Out: next_token [9], num_valid [2], num_rejected [1], last_index [1].
+
+    Args:
+      scheduled: the step; see `Scheduled` for padding.
+      verified: kept tokens [B, W]; any negative id counts as PAD.
+      vocab_size: ids at or above it count as PAD; None = no bound.
+
+    Returns:
+      The batch. A row that is discarded, padded or without a valid token has `num_valid` 0 and
+      continues from `backup_token`; `last_index` never leaves the request.
+
+    Raises:
+      TypeError, ValueError: a field's dtype or shape does not fit; the message names it.
+
+    Source: vLLM v1/spec_decode/llm_base_proposer.py, prepare_next_token_ids_padded and
+      prepare_inputs_padded; the clamps are ours.
+    """
+    check_scheduled(scheduled)
+    check_verified(verified, scheduled)
+    on_host = isinstance(scheduled.token_ids, np.ndarray) and isinstance(
+        verified.tokens, np.ndarray
+    )
+    xp: Any = np if on_host else jnp
+    num_rows = scheduled.token_ids.shape[0]
+    first, end = scheduled.query_start[:-1], scheduled.query_start[1:]
+    is_empty = (end <= first) | (scheduled.request_slot < 0)
+
+    token, num_valid = next_token(
+        xp.where(verified.tokens < 0, np.int32(PAD_TOKEN), verified.tokens),
+        scheduled.discard | is_empty,
+        scheduled.backup_token,
+        vocab_size=INT32_MAX if vocab_size is None else vocab_size,
+    )
+    cu_num_drafts = xp.cumsum(scheduled.num_drafts, dtype=np.int32)
+    last_index, _ = sample_index(cu_num_drafts, num_valid, scheduled.query_start)
+    last_index = xp.maximum(last_index, first)  # a row without a valid token stays in its request
+    last_index = xp.clip(xp.minimum(last_index, end - 1), 0, num_rows - 1)
+    num_rejected = xp.where(is_empty, np.int32(0), end - 1 - last_index)
+    fields = {f.name: getattr(scheduled, f.name) for f in dataclasses.fields(scheduled)}
+    return Batch(
+        **fields,
+        next_token=token,
+        last_index=last_index,
+        num_valid=num_valid,
+        num_rejected=num_rejected,
+    )
+
+
+def row_request(
+    query_start: Int[AnyArray, "B1"], num_rows: int
+) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
+    """Finds the request of each flat row.
+
+    In: query_start [0 2 2 5], num_rows 6. Out: request [0 0 2 2 2 2], live [1 1 1 1 1 0].
+
+    Args:
+      query_start: int32; first row of each request, and the end of the last.
+      num_rows: T.
+
+    Returns:
+      (request, live): index of the request (clamped for padding rows), whether the row is one.
+    """
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    request = jnp.searchsorted(query_start, rows, side="right").astype(jnp.int32) - 1
+    return jnp.clip(request, 0, query_start.shape[0] - 2), rows < query_start[-1]
+
+
+def paged_view(
+    scheduled: Scheduled, *, page_size: int, max_model_len: int, causal: bool = True
+) -> PagedView:
+    """Places the rows of a step in a paged cache.
+
+    A row that is padding, lies at or past `max_model_len`, or beyond its block table gets PAD and
+    writes nothing: it never lands on a neighbour's page.
+
+    Args:
+      scheduled: the step.
+      page_size: S, slots per page.
+      max_model_len: positions at or above it are not stored.
+      causal: whether a row sees only rows up to its own position.
+    """
+    index = scheduled.positions if scheduled.token_index is None else scheduled.token_index
+    request, live = row_request(scheduled.query_start, index.shape[0])
+    page = index // page_size
+    page_id = scheduled.block_table.at[request, page].get(  # type: ignore[union-attr]
+        mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False
+    )
+    stored = live & (index >= 0) & (index < max_model_len) & (page_id >= 0)
+    return PagedView(
+        block_table=scheduled.block_table,
+        seq_lens=scheduled.seq_lens,
+        positions=index,
+        slots=jnp.where(stored, page_id * page_size + index % page_size, PAD_SLOT),
+        query_start=scheduled.query_start,
+        causal=causal,
+    )
+
+
+def check_scheduled(scheduled: Scheduled) -> None:
+    """Raises TypeError or ValueError, naming the field, unless shapes and dtypes fit together."""
+    signature = tuple(
+        None if leaf is None else (leaf.shape, leaf.dtype)
+        for leaf in (getattr(scheduled, f.name) for f in dataclasses.fields(Scheduled))
+    )
+    if signature in _checked:
+        return
+    start = scheduled.query_start.shape
+    if len(start) != 1 or start[0] < 2:
+        raise ValueError(
+            f"Scheduled: `query_start` has shape {start}, wanted [B + 1] with B >= 1: the first "
+            "row of each request and the end of the last, for example [0, 3, 7]."
+        )
+    B, T = start[0] - 1, scheduled.token_ids.shape[0] if scheduled.token_ids.ndim else 0
+    wanted: dict[str, tuple[int | str, ...]] = {
+        "token_ids": (T or "T",),
+        "positions": (T,) if scheduled.positions.ndim == 1 else (3, T),
+        "query_start": (B + 1,),
+        "seq_lens": (B,),
+        "block_table": (B, "M"),
+        "num_drafts": (B,),
+        "request_slot": (B,),
+        "backup_token": (B,),
+        "discard": (B,),
+        "token_index": (T,),
+        "hidden": (T, "D"),
+        "embeds": (T, "D"),
+        "embeds_mask": (T,),
+    }
+    for name, shape in wanted.items():
+        if getattr(scheduled, name) is not None:
+            _check_field("Scheduled", name, getattr(scheduled, name), shape)
+    if (scheduled.positions.ndim == 2) != (scheduled.token_index is not None):
+        raise ValueError(
+            "Scheduled: `token_index` goes with `positions` of three axes, and only with them. "
+            "Pass token_index [T] (place of each row in its request) beside positions [3, T]."
+        )
+    if (scheduled.embeds is None) != (scheduled.embeds_mask is None):
+        raise ValueError("Scheduled: pass `embeds` and `embeds_mask` together, or neither.")
+    _checked.add(signature)
+
+
+def check_verified(verified: Verified, scheduled: Scheduled) -> None:
+    """Raises TypeError or ValueError unless `verified` has a row for each request."""
+    _check_field("Verified", "tokens", verified.tokens, (scheduled.query_start.shape[0] - 1, "W"))
+
+
+_checked: set[Any] = set()  # signatures that passed: a serving loop repeats a few of them
+
+_DTYPES = {"discard": "bool", "embeds_mask": "bool", "hidden": "float", "embeds": "float"}
+
+
+def _check_field(owner: str, name: str, array: AnyArray, shape: tuple[int | str, ...]) -> None:
+    wanted = ", ".join(map(str, shape))
+    fits = len(array.shape) == len(shape) and all(
+        w == s if isinstance(w, int) else s > 0 for w, s in zip(shape, array.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"{owner}: `{name}` has shape {tuple(array.shape)}, wanted [{wanted}]. "
+            "Every field has one entry a request (B) or one a row (T); pad with query length 0."
+        )
+    kind = _DTYPES.get(name, "int32")
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    ok = jnp.issubdtype(dtype, jnp.floating) if kind == "float" else dtype == np.dtype(kind)
+    if not ok:
+        raise TypeError(
+            f"{owner}: `{name}` has dtype {array.dtype}, wanted {kind}. "
+            f"Convert it first, for example {name}.astype({kind!r})."
+        )

@@ -1,0 +1,1 @@
+"""Transformer models as functions over plain dicts of weights."""

@@ -1,0 +1,118 @@
+"""Where a kernel runs: Pallas' two GPU lowerings and its interpreter, named in this file alone."""
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+Lowering: TypeAlias = Literal["triton", "mosaic"]
+"""How Pallas turns a kernel into GPU code."""
+
+_BLOCK = 128  # cells a Triton program handles: one a thread of four warps
+
+_lowering: contextvars.ContextVar[Lowering] = contextvars.ContextVar(
+    "jspec_lowering", default="triton"
+)
+
+
+def lowering() -> Lowering:
+    """Returns the lowering that `impl="pallas"` means here."""
+    return _lowering.get()
+
+
+@contextlib.contextmanager
+def use_lowering(name: Lowering) -> Iterator[None]:
+    """Makes `impl="pallas"` mean one lowering; read when a call is traced, not when it runs.
+
+    Raises:
+      ValueError: `name` is neither "triton" nor "mosaic".
+    """
+    if name not in ("triton", "mosaic"):
+        raise ValueError(f"use_lowering: `name` is {name!r}, wanted 'triton' or 'mosaic'.")
+    token = _lowering.set(name)
+    try:
+        yield
+    finally:
+        _lowering.reset(token)
+
+
+def for_each_cell(
+    kernel: Callable[..., None],
+    num_cells: int,
+    inputs: Sequence[jax.Array],
+    outputs: Any,
+    *,
+    name: str,
+    how: Literal["triton", "mosaic", "interpret"],
+) -> Any:
+    """Runs `kernel(cell, *input_refs, *output_refs)` for each cell in [0, num_cells).
+
+    `cell` is one index under Mosaic and a vector of indices elsewhere, and every ref is flat, so
+    that `ref[cell]` means the same everywhere and a kernel knows of no lowering. The last vector
+    repeats the last cell: both write the same values, so no access needs a mask.
+
+    Args:
+      kernel: reads and writes flat refs at integer indices, and must keep them in range.
+      num_cells: at least 1.
+      inputs: arrays of any shape; the kernel sees them flat, in row-major order.
+      outputs: pytree of one-axis ShapeDtypeStructs, all of whose elements the kernel writes.
+      name: what a profile shows, "jspec_..." by convention.
+      how: the lowering, or the interpreter.
+
+    Returns:
+      Arrays like `outputs`.
+    """
+    flat = [x.reshape(-1) for x in inputs]
+    if how == "mosaic":
+        return _mosaic(kernel, num_cells, outputs, name)(*flat)
+    return _vectors(kernel, num_cells, outputs, name, interpret=how == "interpret")(*flat)
+
+
+def _mosaic(kernel: Callable[..., None], num_cells: int, outputs: Any, name: str):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def body(*refs):
+        kernel(jax.lax.axis_index("cell"), *refs)
+
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=outputs,
+        grid=(num_cells,),
+        grid_names=("cell",),
+        compiler_params=plgpu.CompilerParams(),
+    )
+
+
+def _vectors(
+    kernel: Callable[..., None], num_cells: int, outputs: Any, name: str, interpret: bool
+):
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as pltriton
+
+    # Deprecated in favour of Mosaic since JAX 0.11, but still the faster one for these kernels
+    # (benchmarks/ops.py). JAX warns when the call is lowered, after this function has returned.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+
+    block = min(_BLOCK, pl.next_power_of_2(num_cells))
+
+    def body(*refs):
+        lane = jax.lax.broadcasted_iota(jnp.int32, (block,), 0)
+        kernel(jnp.minimum(pl.program_id(0) * block + lane, num_cells - 1), *refs)
+
+    body.__name__ = name
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        body,
+        out_shape=outputs,
+        grid=(pl.cdiv(num_cells, block),),
+        in_specs=whole,
+        out_specs=jax.tree.map(lambda _: whole, outputs),
+        compiler_params=pltriton.CompilerParams(num_warps=max(1, block // 32), num_stages=1),
+        interpret=interpret,
+        name=name,
+    )

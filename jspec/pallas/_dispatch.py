@@ -1,0 +1,166 @@
+"""What every op does first: refuse bad input, then choose an implementation."""
+
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import numpy as np
+
+from jspec.axes import AnyArray, Impl
+from jspec.pallas import _backend
+
+Choice: TypeAlias = Literal["xla", "interpret", "triton", "mosaic"]
+"""What `impl` comes down to: the plain definition, or the kernel by one of three roads."""
+
+# The measured winner of each op by device kind (benchmarks/ops.py); XLA where nothing is listed.
+_WINNERS: dict[str, dict[str, Choice]] = {
+    "NVIDIA H200": {"eagle_step": "triton"},
+}
+
+_AXES = {
+    "B": "requests",
+    "T": "flat tokens",
+    "W": "verified tokens a request",
+    "M": "pages a request",
+}
+
+
+def on_host(impl: Impl, *arrays: Any) -> bool:
+    """Says whether a host drafter calls: numpy arrays alone, and no implementation asked for."""
+    return impl == "auto" and all(isinstance(array, np.ndarray) for array in arrays)
+
+
+def choose(
+    impl: Impl, op: str, *, num_cells: int, fits: bool = True, why: str = ""
+) -> Choice:
+    """Decides at trace time which implementation of an op runs.
+
+    Args:
+      impl: "auto" takes the measured winner on the default device's kind; XLA where that is no GPU.
+      op: name of the op.
+      num_cells: what a kernel would run over; without any there is nothing to launch.
+      fits: whether the kernel handles these sizes.
+      why: the reason where it does not.
+
+    Returns:
+      The implementation; "pallas" becomes the lowering that `_backend.use_lowering` selected.
+
+    Raises:
+      ValueError: no such `impl`.
+      NotImplementedError: a kernel was asked for that cannot run here.
+    """
+    if impl not in get_args(Impl):
+        raise ValueError(f"{op}: `impl` is {impl!r}, wanted one of {', '.join(get_args(Impl))}.")
+    if impl == "xla":
+        return "xla"
+    device = _default_device()
+    if impl == "auto":
+        winner = _WINNERS.get(device.device_kind, {}).get(op, "xla")
+        return winner if fits and num_cells else "xla"
+    if not fits:
+        raise NotImplementedError(
+            f'{op}: impl="{impl}" does not handle {why}. Pass impl="xla" or "auto".'
+        )
+    if impl == "pallas" and device.platform != "gpu":
+        raise NotImplementedError(
+            f'{op}: impl="pallas" needs a CUDA GPU, and the default device is {device}. '
+            'Pass impl="xla" or "auto", or impl="interpret" to step through the kernel.'
+        )
+    if num_cells == 0:
+        return "xla"
+    return "interpret" if impl == "interpret" else _backend.lowering()
+
+
+def _default_device() -> jax.Device:
+    device = jax.config.jax_default_device
+    if isinstance(device, str):
+        return jax.devices(device)[0]
+    return device or jax.devices()[0]
+
+
+def check_arrays(op: str, *, host: bool = False, **arrays: tuple[AnyArray, str]) -> dict[str, int]:
+    """Refuses arrays of the wrong kind, rank or size.
+
+    Args:
+      op: name of the op, for the message.
+      host: the arrays stay in numpy, where int64 needs no JAX setting.
+      arrays: name to (array, form); a form is "int" or "bool" and axes: "int B W", "int B+1".
+        The first array with an axis sets its size; an axis other than B and T has at least 1.
+
+    Returns:
+      The size of each axis.
+
+    Raises:
+      TypeError: not an array, or of a wrong dtype. ValueError: a wrong shape.
+    """
+    sizes: dict[str, int] = {}
+    owner: dict[str, str] = {}
+    for name, (array, form) in arrays.items():
+        kind, *axes = form.split()
+        _check_dtype(op, name, array, kind, host)
+        if array.ndim != len(axes):
+            legend = ", ".join(f"{a} {_AXES[a]}" for a in axes if a in _AXES)
+            raise ValueError(
+                f"{op}: `{name}` has shape {array.shape}, wanted [{', '.join(axes)}] "
+                f"({legend}). Reshape it to {len(axes)} ax{'i' if len(axes) == 1 else 'e'}s."
+            )
+        for index, (axis, size) in enumerate(zip(axes, array.shape, strict=True)):
+            letter, _, extra = axis.partition("+")
+            if letter not in sizes:
+                sizes[letter], owner[letter] = size - int(extra or 0), name
+                if size == 0 and letter not in "BT":
+                    raise ValueError(
+                        f"{op}: `{name}` has shape {array.shape}, wanted [{', '.join(axes)}] with "
+                        f"{axis} ({_AXES[axis]}) at least 1. Pass one column or more."
+                    )
+            wanted = sizes[letter] + int(extra or 0)
+            if size != wanted:
+                raise ValueError(
+                    f"{op}: `{name}` has shape {array.shape}, wanted {wanted} along axis {index}: "
+                    f"{axis} with {letter} = {sizes[letter]}, as `{owner[letter]}` has it. "
+                    f"Pad or slice one of the two."
+                )
+    return sizes
+
+
+def _check_dtype(op: str, name: str, array: Any, kind: str, host: bool) -> None:
+    if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
+        dtype = "bool" if kind == "bool" else "int32"
+        raise TypeError(
+            f"{op}: `{name}` is a {type(array).__name__}, wanted an array. "
+            f"Pass jnp.asarray({name}, '{dtype}')."
+        )
+    if kind == "bool":
+        if array.dtype != np.bool_:
+            raise TypeError(
+                f"{op}: `{name}` has dtype {array.dtype}, wanted bool. Pass {name} != 0."
+            )
+        return
+    if array.dtype not in (np.int32, np.int64):
+        raise TypeError(
+            f"{op}: `{name}` has dtype {array.dtype}, wanted int32 or int64. "
+            f"Pass {name}.astype('int32')."
+        )
+    if array.dtype == np.int64 and not host and not jax.config.jax_enable_x64:
+        raise TypeError(
+            f"{op}: `{name}` has dtype int64, which JAX would cut to 32 bits here. "
+            f"Pass {name}.astype('int32'), or set jax_enable_x64."
+        )
+
+
+def check_sizes(op: str, minimum: int = 1, **sizes: int) -> None:
+    """Refuses a static argument that is no integer, or lies below `minimum`.
+
+    Raises:
+      TypeError: not an integer. ValueError: too small.
+    """
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(
+                f"{op}: `{name}` is {size!r}, wanted an integer that is known when the call is "
+                f"traced. Pass a plain int."
+            )
+        if size < minimum:
+            raise ValueError(
+                f"{op}: `{name}` is {size}, wanted at least {minimum}. Pass {name}={minimum} "
+                "or more."
+            )

@@ -1,0 +1,46 @@
+"""Look-ups that several ops share, in the form that kernels read flat refs."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.axes import PAD_SLOT
+
+
+def request_of(cell: Any, query_start: Any, *, num_requests: int, extra: int = 0) -> Any:
+    """Finds the request that a row belongs to; `num_requests` past the last one.
+
+    A binary search by halving steps: the answer is how many requests end at or before `cell`,
+    where request r ends at `query_start[r + 1] + (r + 1) * extra`.
+
+    Args:
+      cell: row index, a scalar or a vector.
+      query_start: flat ref, [B + 1].
+      num_requests: B, at least 1.
+      extra: rows that every request has beyond its query length.
+    """
+    ended = jnp.zeros_like(cell)
+    for bit in reversed(range(num_requests.bit_length())):
+        probe = jnp.minimum(ended + (1 << bit), num_requests)
+        end = query_start[probe].astype(cell.dtype) + probe * extra
+        ended = jnp.where(end <= cell, probe, ended)
+    return ended
+
+
+def slot_of(position: Any, request: Any, block_table: Any, *, num_pages: int, page_size: int) -> Any:
+    """Looks up the cache slot of a position; past the table the last page answers.
+
+    Args:
+      position: at least 0; a scalar or a vector. Its dtype is the slot's.
+      request: row of the table, like `position`.
+      block_table: flat ref, [B * M].
+      num_pages: columns of the table (M).
+      page_size: slots a page.
+
+    Returns:
+      The slot; PAD_SLOT where the page is PAD.
+    """
+    column = jnp.minimum(lax.div(position, page_size), num_pages - 1).astype(jnp.int32)
+    page = block_table[request * num_pages + column].astype(position.dtype)
+    return jnp.where(page < 0, PAD_SLOT, page * page_size + lax.rem(position, page_size))

@@ -1,0 +1,361 @@
+"""N-gram lookup on the CPU: find the longest repeated suffix, draft what followed it before.
+
+Among equally long matches the earliest wins. No weights, no device. Source: vLLM
+v1/spec_decode/ngram_proposer.py; the idea is prompt lookup decoding.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numba
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Int32
+from numba import int32, int64
+
+from jspec.axes import PAD_TOKEN
+from jspec.config import CacheConfig, check_at_least
+from jspec.metadata import INT32_MAX
+from jspec.proposers.base import Proposer
+from jspec.state import Batch, Drafts
+
+_DEFAULT_LOOKUP = 5
+_MIN_PARALLEL_TOKENS = 8192  # below it, waking threads costs more than the search
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig:
+    """Chooses how long a suffix is looked up and how much is drafted from its match.
+
+    Attributes:
+      num_drafts: most drafts a request gets (K).
+      prompt_lookup_min: shortest suffix that may match, in tokens. None takes the other bound,
+        or 5 when both are None.
+      prompt_lookup_max: longest suffix that is compared, in tokens. None likewise.
+      vocab_size: ids at or above it count as PAD and are never drafted; None = no bound.
+
+    Raises:
+      ValueError: a size below 1, or a minimum above the maximum.
+
+    Example:
+      >>> NgramConfig(num_drafts=3, prompt_lookup_max=4).prompt_lookup_min
+      4
+    """
+
+    num_drafts: int
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self):
+        owner = type(self).__name__
+        check_at_least(owner, 1, num_drafts=self.num_drafts)
+        if self.vocab_size is not None:
+            check_at_least(owner, 1, vocab_size=self.vocab_size)
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is None:
+            low = _DEFAULT_LOOKUP if high is None else high
+        if high is None:
+            high = low
+        check_bounds(owner, "prompt_lookup_min", low, "prompt_lookup_max", high)
+        object.__setattr__(self, "prompt_lookup_min", low)
+        object.__setattr__(self, "prompt_lookup_max", high)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Shortest and longest suffix that is looked up, in tokens."""
+        return cast(tuple[int, int], (self.prompt_lookup_min, self.prompt_lookup_max))
+
+    @property
+    def id_limit(self) -> int:
+        """Ids at or above it, like negative ones, count as PAD."""
+        return INT32_MAX if self.vocab_size is None else self.vocab_size
+
+    @classmethod
+    def tiny(cls):
+        """Returns a config that finds matches in short random contexts."""
+        return cls(num_drafts=3, prompt_lookup_min=1, prompt_lookup_max=3, vocab_size=16)
+
+
+@dataclass(eq=False)
+class Memory:
+    """Token histories on the host: one opaque leaf to JAX, rewritten by `admit` and `propose`.
+
+    Attributes:
+      history: int32 [max_requests, max_model_len]; the known tokens of each request by position,
+        ids outside the vocabulary stored as PAD.
+    """
+
+    history: np.ndarray
+
+
+def init(config: NgramConfig, params: Any, cache: CacheConfig, max_requests: int) -> Memory:
+    """Allocates the histories and compiles the search: seconds the first time, then from disk."""
+    del config, params
+    _record.compile(_RECORD_TYPES)
+    _search_serially.compile(_SEARCH_TYPES)
+    _search_in_parallel.compile(_SEARCH_TYPES)
+    return Memory(np.full((max_requests, cache.max_model_len), PAD_TOKEN, np.int32))
+
+
+def propose(
+    config: NgramConfig, params: Any, memory: Memory, batch: Batch
+) -> tuple[Memory, Drafts]:
+    """Records the tokens of a step and drafts from each request's own history.
+
+    Args:
+      config: static choices.
+      params: unused.
+      memory: rewritten in place and returned.
+      batch: numpy leaves; JAX arrays are copied to the host.
+
+    Returns:
+      (memory, drafts): numpy int32. A row without a kept token or without a match has none; with
+      n known tokens, the newest included, there are at most max_model_len - n.
+
+    Raises:
+      TypeError: called inside jit.
+    """
+    del params
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
+        raise TypeError(
+            "ngram: `batch` holds traced arrays, but this drafter runs on the host. Call it "
+            "outside of jit with numpy arrays, or draft with method 'ngram_gpu' (NgramGPUConfig)."
+        )
+    position = batch.positions if batch.token_index is None else batch.token_index
+    rows = (batch.token_ids, position)
+    requests = (batch.request_slot, batch.query_start, batch.last_index)
+    kept = (batch.next_token, batch.num_valid)
+    # Copies: numba compiles read-only arrays, which JAX hands out, as types of their own.
+    slot, *fields = (np.array(field, np.int32) for field in (*requests, *rows, *kept))
+    lengths = np.zeros_like(slot)
+    _record(memory.history, slot, *fields, config.id_limit, lengths)
+    tokens, num_drafts = _search(
+        memory.history,
+        slot,
+        lengths,
+        num_drafts=config.num_drafts,
+        bounds=config.bounds,
+        max_model_len=memory.history.shape[1],
+    )
+    return memory, Drafts(tokens=tokens, num_drafts=num_drafts)
+
+
+def admit(
+    config: NgramConfig, memory: Memory, slot: int, tokens: Int32[np.ndarray, "n"], num_tokens: int
+) -> Memory:
+    """Fills a request's row with its whole prompt; nothing of an earlier request stays."""
+    prompt = np.asarray(tokens)[:num_tokens]
+    row = memory.history[slot]
+    row[num_tokens:] = PAD_TOKEN
+    row[:num_tokens] = np.where((prompt >= 0) & (prompt < config.id_limit), prompt, PAD_TOKEN)
+    return memory
+
+
+def propose_batch(
+    histories: Int32[np.ndarray, "B S"],
+    lengths: Int32[np.ndarray, "B"],
+    *,
+    num_drafts: int,
+    min_n: int,
+    max_n: int,
+    max_model_len: int,
+) -> tuple[Int32[np.ndarray, "B K"], Int32[np.ndarray, "B"]]:
+    """Drafts for a batch of token histories, in time linear in their lengths.
+
+    In: histories [[1 2 9 1 2 8 1 2]], lengths [8], min_n = max_n = 2, K = 3.
+    Out: tokens [[9 1 2]], num_drafts [3].
+
+    Args:
+      histories: known tokens of each request, left-aligned; a negative id ends a draft.
+      lengths: known tokens of each row, the newest included; 0 drafts nothing.
+      num_drafts: most drafts a row gets (K).
+      min_n: shortest suffix that may match, in tokens.
+      max_n: longest suffix that is compared, in tokens.
+      max_model_len: a row of n tokens gets at most max_model_len - n drafts.
+
+    Returns:
+      (tokens, num_drafts): drafts, PAD after the last one, and how many there are.
+
+    Raises:
+      TypeError: histories or lengths are no int32 arrays. ValueError: a size or a length is out of
+        range.
+
+    Source: vLLM v1/spec_decode/ngram_proposer.py, batch_propose_numba.
+    """
+    owner = "propose_batch"
+    check_at_least(owner, 1, num_drafts=num_drafts, max_model_len=max_model_len)
+    check_bounds(owner, "min_n", min_n, "max_n", max_n)
+    for name, array, ndim, shape in (
+        ("histories", histories, 2, "[B, S]"),
+        ("lengths", lengths, 1, "[B]"),
+    ):
+        if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != ndim:
+            came = f"{getattr(array, 'dtype', type(array).__name__)} {np.shape(array)}"
+            raise TypeError(
+                f"{owner}: `{name}` is {came}, wanted an int32 numpy array {shape}. "
+                f"Convert it first: np.asarray({name}, np.int32)."
+            )
+    if len(lengths) != len(histories) or np.any((lengths < 0) | (lengths > histories.shape[1])):
+        raise ValueError(
+            f"{owner}: `lengths` is {lengths}, wanted {len(histories)} values from 0 to "
+            f"{histories.shape[1]}, as histories has shape {histories.shape}. "
+            "Pass the number of known tokens of each row."
+        )
+    rows = np.arange(len(histories), dtype=np.int32)
+    return _search(
+        np.ascontiguousarray(histories),
+        rows,
+        np.array(lengths),
+        num_drafts=num_drafts,
+        bounds=(min_n, max_n),
+        max_model_len=max_model_len,
+    )
+
+
+def check_bounds(owner: str, low_name: str, low: int, high_name: str, high: int) -> None:
+    """Raises ValueError unless 1 <= low <= high."""
+    check_at_least(owner, 1, **{low_name: low, high_name: high})
+    if low > high:
+        raise ValueError(
+            f"{owner}: `{low_name}` is {low}, above `{high_name}` = {high}. "
+            f"Lower {low_name} or raise {high_name}."
+        )
+
+
+# numba's own thread pool is not safe on every platform when two threads launch at once: the
+# second launch runs serially.
+_thread_pool = threading.Lock()
+
+
+def _search(history, rows, lengths, *, num_drafts, bounds, max_model_len):
+    tokens = np.full((rows.size, num_drafts), PAD_TOKEN, np.int32)
+    counts = np.zeros(rows.size, np.int32)
+    history = history.view()
+    history.flags.writeable = False  # one type, so one compilation, for every caller's array
+    arguments = (history, rows, lengths, *bounds, max_model_len, tokens, counts)
+    pays = rows.size > 1 and lengths.sum() >= _MIN_PARALLEL_TOKENS
+    if pays and _thread_pool.acquire(blocking=False):
+        try:
+            _search_in_parallel(*arguments)
+        finally:
+            _thread_pool.release()
+    else:
+        _search_serially(*arguments)
+    return tokens, counts
+
+
+def _njit(**options) -> Any:
+    """Compiles a function to run without the interpreter lock, kept on disk where that works."""
+
+    def decorate(function):
+        try:
+            return numba.njit(nogil=True, cache=True, **options)(function)
+        except RuntimeError:  # numba found no writable folder: a read-only install
+            return numba.njit(nogil=True, **options)(function)
+
+    return decorate
+
+
+_VECTOR, _TABLE = int32[::1], int32[:, ::1]
+_RECORD_TYPES = (_TABLE, *[_VECTOR] * 7, int64, _VECTOR)
+_SEARCH_TYPES = (
+    numba.types.Array(int32, 2, "C", readonly=True),
+    *(_VECTOR, _VECTOR, int64, int64, int64, _TABLE, _VECTOR),
+)
+
+
+@_njit()
+def _record(
+    history,  # [max_requests, max_model_len] out
+    slot,  # [B]
+    query_start,  # [B + 1]
+    last_index,  # [B]
+    token_ids,  # [T]
+    position,  # [T]
+    next_token,  # [B]
+    num_valid,  # [B]
+    id_limit,
+    lengths,  # [B] out: known tokens; stays 0 where nothing is drafted
+):
+    num_slots, max_model_len = history.shape
+    for b in range(slot.size):
+        end = min(last_index[b] + 1, query_start[b + 1], token_ids.size)
+        if not 0 <= slot[b] < num_slots or not 0 <= query_start[b] < end:
+            continue
+        row = history[slot[b]]
+        for t in range(query_start[b], end):
+            if 0 <= position[t] < max_model_len:
+                row[position[t]] = token_ids[t] if 0 <= token_ids[t] < id_limit else PAD_TOKEN
+        if num_valid[b] > 0:
+            place = position[end - 1] + 1
+            if 0 <= place < max_model_len:
+                row[place] = next_token[b] if 0 <= next_token[b] < id_limit else PAD_TOKEN
+            lengths[b] = place + 1
+
+
+@_njit()
+def _search_serially(history, rows, lengths, min_n, max_n, max_model_len, tokens, counts):
+    for b in range(rows.size):
+        if lengths[b] > 0:
+            known = history[rows[b]]
+            counts[b] = _draft(known, lengths[b], min_n, max_n, max_model_len, tokens[b])
+
+
+@_njit(parallel=True)
+def _search_in_parallel(history, rows, lengths, min_n, max_n, max_model_len, tokens, counts):
+    for b in numba.prange(rows.size):
+        if lengths[b] > 0:
+            known = history[rows[b]]
+            counts[b] = _draft(known, lengths[b], min_n, max_n, max_model_len, tokens[b])
+
+
+@_njit()
+def _draft(known, length, min_n, max_n, max_model_len, tokens):
+    room = min(tokens.size, max_model_len - length)
+    if room <= 0:
+        return 0
+    start = _match_end(known, length, min_n, max_n)
+    if start < 0:
+        return 0
+    count = min(room, length - start)
+    for k in range(count):
+        if known[start + k] < 0:
+            return k
+        tokens[k] = known[start + k]
+    return count
+
+
+@_njit()
+def _match_end(known, length, min_n, max_n):
+    """Returns the place after the earliest longest match, or -1.
+
+    Knuth-Morris-Pratt on the reversed tokens: the suffix becomes a prefix, and every later place
+    in the reversed order is an earlier one in the text, so ties go to the last one seen.
+    """
+    max_n = min(max_n, length)
+    border = np.zeros(max_n, np.int32)
+    longest = place = matched = 0
+    i = 1
+    while i < length:
+        if known[length - 1 - matched] == known[length - 1 - i]:
+            matched += 1
+            if matched >= longest:
+                longest, place = matched, i
+            if i < max_n:
+                border[i] = matched
+            if matched == max_n:
+                matched = border[max_n - 1]
+            i += 1
+        elif matched > 0:
+            matched = border[matched - 1]
+        else:
+            i += 1
+    return length - 1 - place + longest if longest >= min_n else -1
+
+
+PROPOSER = Proposer(
+    name="ngram", Config=NgramConfig, init=init, propose=propose, admit=admit, kind="host"
+)

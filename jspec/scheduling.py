@@ -1,0 +1,273 @@
+"""The host's side of the loop: which rows of which requests a step runs, laid out flat."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from jspec import api
+from jspec.axes import PAD_SLOT, PAD_TOKEN
+from jspec.checkpoint import Model
+from jspec.config import CacheConfig, check_at_least
+from jspec.metrics import SpecDecodingStats
+from jspec.state import Drafts, Scheduled
+
+OnTokens = Callable[[int, list[int], int], None]
+"""Called as `(prompt index, new tokens, how many of them were accepted drafts)`."""
+
+
+class Generation(NamedTuple):
+    """What a prompt was continued with.
+
+    Attributes:
+      tokens: the continuation, the stop token included.
+      reason: why it ended: a stop token, or the length limit.
+    """
+
+    tokens: list[int]
+    reason: Literal["stop", "length"]
+
+
+@dataclass
+class Request:
+    """A prompt on its way.
+
+    Attributes:
+      index: its place among the prompts.
+      tokens: all known tokens, the newest sampled one included.
+      num_prompt: how many of them are the prompt.
+      end: most tokens it may have.
+      slot: its memory row, while it runs.
+      pages: its KV pages, while it runs.
+      num_computed: leading tokens whose keys and values are stored.
+      drafts: guesses to verify in the next step.
+    """
+
+    index: int
+    tokens: list[int]
+    num_prompt: int
+    end: int
+    slot: int = PAD_SLOT
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+
+class Rows(NamedTuple):
+    """What one request contributes to a step: tokens from position `start` on, then drafts.
+
+    `backup` is the next prompt token where the chunk ends inside the prompt, so that nothing
+    may be sampled; PAD elsewhere.
+    """
+
+    slot: int
+    token_ids: list[int]
+    start: int
+    num_drafts: int
+    pages: Sequence[int]
+    backup: int = PAD_TOKEN
+
+
+class Scheduler:
+    """Admits prompts while rows and pages last, and keeps track of what each request knows.
+
+    A step has one of three shapes (flat rows, logits rows a request), so that three executables
+    serve a whole run: one row a request, drafts behind it, or a chunk of some prompt.
+
+    Args:
+      prompts: token ids.
+      limits: page pool and longest request.
+      max_requests: requests that run at the same time.
+      max_tokens: most tokens to add to a prompt.
+      num_drafts: most drafts of a request (K).
+      chunk_size: most rows of a step that reads prompts.
+      stop_ids: ids that end a request.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: CacheConfig,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        num_drafts: int,
+        chunk_size: int,
+        stop_ids: Sequence[int],
+    ):
+        self.limits = limits
+        self.max_requests = max_requests
+        self.width = num_drafts + 1
+        self.stop_ids = frozenset(stop_ids)
+        most = max_requests * self.width
+        self.shapes = [(max_requests, 1), (most, self.width), (max(chunk_size, most), self.width)]
+        self.free_pages = list(range(limits.num_pages))
+        self.waiting = deque(
+            Request(i, list(p), len(p), min(len(p) + max_tokens, limits.max_model_len))
+            for i, p in enumerate(prompts)
+        )
+        self.running: dict[int, Request] = {}
+        self.generations = [Generation([], "length")] * len(prompts)
+        self.stats = SpecDecodingStats.new(num_drafts)
+
+    def admit(self) -> list[Request]:
+        """Starts the waiting requests that fit; a request gets all its pages at once."""
+        admitted = []
+        slots = [slot for slot in range(self.max_requests) if slot not in self.running]
+        while self.waiting and slots:
+            request = self.waiting[0]
+            num_pages = math.ceil(request.end / self.limits.page_size)
+            if num_pages > len(self.free_pages):
+                break
+            self.waiting.popleft()
+            request.slot = slots.pop(0)
+            request.pages = [self.free_pages.pop() for _ in range(num_pages)]
+            self.running[request.slot] = request
+            admitted.append(request)
+        return admitted
+
+    def schedule(self) -> tuple[list[Rows], tuple[int, int]]:
+        """Picks a step's rows, those of decoding requests first, and its shape."""
+        budget = self.shapes[-1][0]
+        rows, has_drafts, has_prompt = [], False, False
+        for request in sorted(self.running.values(), key=lambda r: len(r.tokens) - r.num_computed):
+            pending = request.tokens[request.num_computed :]
+            chunk = pending[:budget]
+            if not chunk:
+                break
+            drafts, backup = [], PAD_TOKEN
+            if len(chunk) < len(pending):
+                backup = pending[len(chunk)]
+            else:  # the last token that fits is the target's own, so one draft fewer
+                drafts = request.drafts[: min(request.end - len(request.tokens) - 1, budget - 1)]
+            budget -= len(chunk) + len(drafts)
+            has_prompt |= len(chunk) > 1
+            has_drafts |= bool(drafts)
+            start, pages = request.num_computed, request.pages
+            rows.append(Rows(request.slot, chunk + drafts, start, len(drafts), pages, backup))
+        return rows, self.shapes[2 if has_prompt else 1 if has_drafts else 0]
+
+    def keep(
+        self,
+        rows: Sequence[Rows],
+        verified: np.ndarray,
+        drafts: Drafts,
+        on_tokens: OnTokens | None = None,
+    ) -> list[int]:
+        """Takes over a step's result and returns the slots of requests that ended.
+
+        Args:
+          rows: what `schedule` picked.
+          verified: int32 [B, W]; kept tokens, PAD after them.
+          drafts: guesses for the next step, on the host.
+          on_tokens: called for each request that got tokens.
+        """
+        ended = []
+        for b, row in enumerate(rows):
+            request = self.running[row.slot]
+            request.num_computed += len(row.token_ids) - row.num_drafts
+            if row.backup != PAD_TOKEN:
+                continue
+            kept = [int(token) for token in verified[b] if token != PAD_TOKEN]
+            num_accepted = len(kept) - 1
+            request.num_computed += num_accepted
+            if row.num_drafts:
+                self.stats.observe_draft(row.num_drafts, num_accepted)
+            stop = next((i for i, token in enumerate(kept) if token in self.stop_ids), None)
+            kept = kept if stop is None else kept[: stop + 1]
+            request.tokens += kept
+            request.drafts = drafts.tokens[b, : drafts.num_drafts[b]].tolist()
+            if on_tokens:
+                on_tokens(request.index, kept, min(num_accepted, len(kept)))
+            if stop is not None or len(request.tokens) >= request.end:
+                output = request.tokens[request.num_prompt :]
+                reason = "length" if stop is None else "stop"
+                self.generations[request.index] = Generation(output, reason)
+                self.free_pages += request.pages
+                del self.running[row.slot]
+                ended.append(row.slot)
+        return ended
+
+    def pack(self, rows: Sequence[Rows], num_rows: int) -> Scheduled:
+        """Lays a step's rows out, padded to one of the three shapes."""
+        return pack(
+            rows,
+            num_rows=num_rows,
+            num_requests=self.max_requests,
+            pages_per_request=self.limits.pages_per_request,
+        )
+
+
+def pack(
+    rows: Sequence[Rows], *, num_rows: int, num_requests: int, pages_per_request: int
+) -> Scheduled:
+    """Lays requests out flat on the host, padded to a bucket."""
+
+    def full(value: int, *shape: int) -> np.ndarray:
+        return np.full(shape, value, np.int32)
+
+    token_ids, positions = full(0, num_rows), full(0, num_rows)
+    query_start, seq_lens = full(0, num_requests + 1), full(0, num_requests)
+    block_table = full(PAD_SLOT, num_requests, pages_per_request)
+    num_drafts, slot = full(0, num_requests), full(PAD_SLOT, num_requests)
+    backup, discard = full(PAD_TOKEN, num_requests), np.ones(num_requests, bool)
+    at = 0
+    for b, row in enumerate(rows):
+        end = at + len(row.token_ids)
+        token_ids[at:end] = row.token_ids
+        positions[at:end] = np.arange(row.start, row.start + end - at)
+        at = end
+        query_start[b + 1 :] = end
+        seq_lens[b] = row.start + len(row.token_ids)
+        block_table[b, : len(row.pages)] = row.pages
+        num_drafts[b], slot[b], backup[b] = row.num_drafts, row.slot, row.backup
+        discard[b] = row.backup != PAD_TOKEN
+    return Scheduled(
+        token_ids=token_ids,
+        positions=positions,
+        query_start=query_start,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        num_drafts=num_drafts,
+        request_slot=slot,
+        backup_token=backup,
+        discard=discard,
+    )
+
+
+def limits(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    max_requests: int,
+    cache: CacheConfig | None,
+    chunk_size: int,
+) -> CacheConfig:
+    """Checks the arguments; sizes the cache for them where the caller gave none."""
+    check_at_least(
+        "generate", 1, max_tokens=max_tokens, max_requests=max_requests, chunk_size=chunk_size
+    )
+    context = cache.max_model_len if cache else model.config.max_positions
+    for i, prompt in enumerate(prompts):
+        api.check_prompt(
+            f"generate: prompts[{i}]", prompt, max_len=context, vocab_size=model.config.vocab_size
+        )
+    longest = max((min(len(p) + max_tokens, context) for p in prompts), default=1)
+    if cache is None:
+        # Whole powers of two: calls of alike size share their executables.
+        max_model_len = min(context, max(64, 1 << (longest - 1).bit_length()))
+        num_pages = math.ceil(max_model_len / 16) * max_requests
+        dtype = str(jax.tree.leaves(model.params)[0].dtype)
+        return CacheConfig(num_pages=num_pages, max_model_len=max_model_len, dtype=dtype)
+    needed = math.ceil(longest / cache.page_size)
+    if needed > cache.num_pages:
+        raise ValueError(
+            f"generate: the cache has {cache.num_pages} pages of {cache.page_size} tokens, but the "
+            f"longest request ({longest} tokens) takes {needed}. Raise CacheConfig.num_pages or "
+            "lower max_tokens."
+        )
+    return cache

@@ -1,0 +1,156 @@
+"""What crosses the boundary of a step: frozen pytrees of arrays, with static sizes beside them."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
+
+import jax
+from jaxtyping import Bool, Float, Int
+
+from jspec.axes import AnyArray
+from jspec.config import CacheConfig
+
+_T = TypeVar("_T")
+
+Params: TypeAlias = Any
+"""Nested dict of weights, string keys. May be shared with the target, so it is never donated."""
+
+Memory: TypeAlias = Any
+"""What a step rewrites (KV pages, token histories): the pytree that a proposer's `init` made."""
+
+
+def static(**kwargs) -> Any:
+    """Declares a field that a compiled step depends on: hashable, no array."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def pytree(cls: type[_T]) -> type[_T]:
+    """Makes a class a frozen, keyword-only dataclass that JAX can flatten."""
+    return jax.tree_util.register_dataclass(dataclass(frozen=True, kw_only=True)(cls))
+
+
+@pytree
+class State:
+    """What a proposer carries between steps.
+
+    Attributes:
+      config: hashable; a new value recompiles. Holds sizes and choices, never arrays.
+      cache: page and length limits that `memory` was made for.
+      max_requests: rows of `memory` that belong to requests.
+      occupied: host bookkeeping: the rows that `admit` took and `release` has not returned.
+      params: weights; never donated.
+      memory: donated by `admit`, `propose`, `step` and `release`: the old one is dead afterwards.
+    """
+
+    config: Any = static()
+    cache: CacheConfig = static()
+    max_requests: int = static()
+    occupied: frozenset[int] = static()
+    params: Params
+    memory: Memory
+
+
+@pytree
+class Scheduled:
+    """What the target just ran: T flat rows that belong to B requests by `query_start`.
+
+    Padded requests have query length 0 (`query_start` repeats its last value), `seq_lens` 0 and
+    `request_slot` PAD. Rows from `query_start[-1]` on are padding and may hold anything.
+
+    Attributes:
+      token_ids: the rows' tokens.
+      positions: the rows' positions; three axes for M-RoPE.
+      token_index: place of each row in its request, given exactly when positions have three axes.
+      query_start: first row of each request, and the end of the last.
+      seq_lens: KV length with all rows of this step, rejected ones included.
+      block_table: pages of each request in order; PAD where there is none.
+      num_drafts: drafts that this step verified.
+      request_slot: persistent row of the request, 0..max_requests-1.
+      backup_token: the known next token where nothing was sampled (the next prompt token of a
+        chunked prefill).
+      discard: True where sampled tokens must not count (unfinished prefill, padding).
+      hidden: target hidden states, where the method reads them.
+      embeds: input embeddings that replace token embeddings where `embeds_mask` is True.
+      embeds_mask: see `embeds`.
+    """
+
+    token_ids: Int[AnyArray, "T"]
+    positions: Int[AnyArray, "*axes T"]
+    token_index: Int[AnyArray, "T"] | None = None
+    query_start: Int[AnyArray, "B1"]
+    seq_lens: Int[AnyArray, "B"]
+    block_table: Int[AnyArray, "B M"]
+    num_drafts: Int[AnyArray, "B"]
+    request_slot: Int[AnyArray, "B"]
+    backup_token: Int[AnyArray, "B"]
+    discard: Bool[AnyArray, "B"]
+    hidden: Float[AnyArray, "T Dh"] | None = None
+    embeds: Float[AnyArray, "T D"] | None = None
+    embeds_mask: Bool[AnyArray, "T"] | None = None
+
+
+@pytree
+class Verified:
+    """What the verifier kept.
+
+    Attributes:
+      tokens: left-aligned: accepted drafts, then the bonus or recovered token; PAD after it.
+    """
+
+    tokens: Int[AnyArray, "B W"]
+
+
+@pytree
+class Batch(Scheduled):
+    """A step that is ready to draft from: `Scheduled` and what `prepare` adds.
+
+    Attributes:
+      next_token: the token each request continues from.
+      last_index: row of the last accepted token; inside the request (0 for padding).
+      num_valid: tokens that this step kept; 0 for a discarded or padded row, which drafts nothing.
+      num_rejected: rows after `last_index` that hold rejected drafts.
+    """
+
+    next_token: Int[AnyArray, "B"]
+    last_index: Int[AnyArray, "B"]
+    num_valid: Int[AnyArray, "B"]
+    num_rejected: Int[AnyArray, "B"]
+
+
+@pytree
+class PagedView:
+    """Where the rows of a pass live in a paged cache.
+
+    Attributes:
+      block_table: pages of each request in order.
+      seq_lens: KV length of each request with the rows of this pass.
+      positions: place of each row in its request; decides what a causal row may see.
+      slots: cache slot that each row writes; PAD writes nothing.
+      query_start: first row of each request, and the end of the last.
+      causal: whether a row sees only rows up to its own position.
+    """
+
+    block_table: Int[AnyArray, "B M"]
+    seq_lens: Int[AnyArray, "B"]
+    positions: Int[AnyArray, "T"]
+    slots: Int[AnyArray, "T"]
+    query_start: Int[AnyArray, "B1"]
+    causal: bool = static(default=True)
+
+
+@pytree
+class Drafts:
+    """What a proposer guesses.
+
+    Attributes:
+      tokens: PAD after the last draft of a row.
+      num_drafts: drafts per request; 0 where a row has none.
+      probs: the drafter's distribution of each draft, where the config asks for it.
+      parents: index of each draft's parent in its row (PAD = the root), for trees.
+    """
+
+    tokens: Int[AnyArray, "B K"]
+    num_drafts: Int[AnyArray, "B"]
+    probs: Float[AnyArray, "B K V"] | None = None
+    parents: Int[AnyArray, "B K"] | None = None

@@ -1,0 +1,59 @@
+"""Imports go downward only, and torch stays in the bridge."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LEVELS = (
+    ("axes",),
+    ("config", "state", "pallas"),
+    ("cache", "bookkeeping", "metadata", "verify", "metrics"),
+    ("models", "checkpoint"),
+    ("proposers",),
+    ("api",),
+    ("scheduling",),
+    ("decode",),
+    ("measure",),
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+# Within a level a few imports have an order of their own.
+BESIDE = {("state", "config"), ("metadata", "bookkeeping"), ("checkpoint", "models")}
+FILES = sorted((ROOT / "jspec").rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Names the modules that a file imports, in full."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_downward_only(path):
+    part = path.relative_to(ROOT / "jspec").parts[0].removesuffix(".py")
+    if part == "__init__":
+        return
+    assert part in LEVEL, f"{path.name} has no level: add it to LEVELS and to the design"
+    for name in imported(path):
+        pieces = name.split(".")
+        if pieces[0] != "jspec" or len(pieces) == 1:
+            continue
+        other = pieces[1]
+        if other in LEVEL and other != part and (part, other) not in BESIDE:
+            assert LEVEL[other] < LEVEL[part], f"{part} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_torch_and_vllm_appear_in_the_bridge_only(path):
+    roots = {name.split(".")[0] for name in imported(path)}
+    assert not roots & {"torch", "vllm", "torch_bridge"}
