@@ -1,9 +1,9 @@
 """Speculative decoding's drafting side for JAX.
 
-    state = jspec.init(config, params, cache=cache, max_requests=64)
-    state = jspec.admit(state, slot, prompt_tokens)
-    state, drafts = jspec.step(state, scheduled, verified)
-    state = jspec.release(state, slot)
+state = jspec.init(config, params, cache=cache, max_requests=64)
+state = jspec.admit(state, slot, prompt_tokens)
+state, drafts = jspec.step(state, scheduled, verified)
+state = jspec.release(state, slot)
 """
 
 from jspec.api import admit, init, prepare, propose, pure, release, step, warmup

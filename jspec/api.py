@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Int
 
 from jspec import metadata, proposers
@@ -284,12 +285,16 @@ def check_prompt(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _admit(config, memory, slot, tokens, num_tokens):
-    return proposers.of(config).admit(config, memory, slot, tokens, num_tokens)
+    function = proposers.of(config).admit
+    assert function is not None
+    return function(config, memory, slot, tokens, num_tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _release(config, memory, slot):
-    return proposers.of(config).release(config, memory, slot)
+    function = proposers.of(config).release
+    assert function is not None
+    return function(config, memory, slot)
 
 
 @functools.partial(jax.jit, static_argnames="vocab_size")
@@ -325,23 +330,23 @@ def _propose_on_host(state: State, batch: Batch) -> tuple[State, Drafts]:
 
 
 def _to_host(tree, config):
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise TypeError(_HOST_ONLY.format(name=proposers.of(config).name))
     return jax.tree.map(np.asarray, tree)
 
 
-def _device(tree) -> jax.Device:
+def _device(tree) -> Any:
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
             return next(iter(leaf.devices()))
     return jax.devices()[0]
 
 
-def _commit(tree, device: jax.Device):
+def _commit(tree, device):
     """Puts every leaf on a device for good: one uncommitted leaf in a warmed call recompiles."""
 
     def is_committed(leaf):
-        return isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and leaf.committed)
+        return isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and leaf.committed)
 
     leaves, structure = jax.tree.flatten(tree)
     loose = [i for i, leaf in enumerate(leaves) if not is_committed(leaf)]
@@ -354,7 +359,7 @@ def _commit(tree, device: jax.Device):
 
 def _check_alive(state: State, owner: str) -> None:
     for leaf in jax.tree.leaves(state.memory):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
             if leaf.is_deleted():
                 raise RuntimeError(
                     f"{owner}: this state was consumed by an earlier call. Use the state that "

@@ -11,7 +11,7 @@ R   logits rows                    S   slots per page
 ==  =============================  ==  ==========================
 """
 
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -25,5 +25,8 @@ PAD_SLOT = -1
 Impl: TypeAlias = Literal["auto", "xla", "pallas", "interpret"]
 """Which implementation of an op runs; the same integers come out of all of them."""
 
-AnyArray: TypeAlias = jax.Array | np.ndarray
-"""Where host drafters work on numpy arrays and device drafters on JAX arrays."""
+if TYPE_CHECKING:
+    AnyArray: TypeAlias = Any  # a union would need a cast at every `.at[...]`
+else:
+    AnyArray: TypeAlias = jax.Array | np.ndarray
+    """Where host drafters work on numpy arrays and device drafters on JAX arrays."""

@@ -30,9 +30,7 @@ class KVCache:
         return self.k.shape[2]
 
 
-def init_cache(
-    cache: CacheConfig, *, num_layers: int, num_kv_heads: int, head_dim: int
-) -> KVCache:
+def init_cache(cache: CacheConfig, *, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
     """Allocates an empty cache."""
     shape = (num_layers, cache.num_pages, cache.page_size, num_kv_heads, head_dim)
     return KVCache(

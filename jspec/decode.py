@@ -36,7 +36,8 @@ class Report:
       stats: drafts, drafted and accepted tokens, accepted by position.
       num_steps: passes of the target.
       seconds: wall clock from the first pass to the last token.
-      prompt_seconds: part of `seconds` in passes that read prompt chunks.
+      prompt_seconds: part of `seconds` in passes that read a chunk of some prompt.
+      prompt_tokens: tokens that those passes gave, such as the first of each prompt.
       draft_seconds: part of `seconds` in drafting calls (for device drafters: their dispatch).
     """
 
@@ -45,6 +46,7 @@ class Report:
     num_steps: int = 0
     seconds: float = 0.0
     prompt_seconds: float = 0.0
+    prompt_tokens: int = 0
     draft_seconds: float = 0.0
 
     @property
@@ -54,8 +56,9 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        """Divides the generated tokens by the time of the passes that decode them."""
-        return self.num_tokens / max(self.seconds - self.prompt_seconds, 1e-9)
+        """Divides the tokens of the passes that read no prompt by the time of these passes."""
+        seconds = self.seconds - self.prompt_seconds
+        return (self.num_tokens - self.prompt_tokens) / max(seconds, 1e-9)
 
 
 @functools.partial(
@@ -71,7 +74,7 @@ def target_step(
     *,
     width: int,
     columns: int | None = None,
-    hidden_layers: tuple[int | str, ...] = (),
+    hidden_layers: tuple[llama.HiddenId, ...] = (),
 ) -> tuple[Verified, Float[Array, "T D"] | None, KVCache]:
     """Runs the target over a step's rows and verifies its drafts greedily: one executable.
 
@@ -205,6 +208,7 @@ def generate_plain(
             if len(chunk) > 1:
                 jax.block_until_ready(verified)
                 report.prompt_seconds += time.perf_counter() - begin
+                report.prompt_tokens += computed == len(prompt)
         reason = "stop" if tokens[-1] in stops and len(tokens) > len(prompt) else "length"
         report.generations.append(Generation(tokens[len(prompt) :], reason))
     report.seconds = time.perf_counter() - start
@@ -279,11 +283,13 @@ class Engine:
         else:
             drafts = self._draft(on_device, verified)
             verified, drafts = jax.device_get((verified, drafts))  # the one read of a step
-        for slot in self.scheduler.keep(rows, verified.tokens, drafts, on_tokens):
+        num_tokens, ended = self.scheduler.keep(rows, verified.tokens, drafts, on_tokens)
+        for slot in ended:
             self.state = api.release(self.state, slot)
         self.report.num_steps += 1
         if any(len(row.token_ids) - row.num_drafts > 1 for row in rows):
             self.report.prompt_seconds += time.perf_counter() - begin
+            self.report.prompt_tokens += num_tokens
         return True
 
     def _run_target(self, scheduled: Scheduled, width: int) -> Verified:

@@ -1,8 +1,12 @@
 """What a run of the loop amounts to: the numbers that the command line and benchmarks print."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from jspec.decode import Report
+from jspec.checkpoint import Model
+from jspec.config import CacheConfig
+from jspec.decode import Engine, Report, generate_plain
+from jspec.scheduling import OnTokens
 
 
 def identical(report: Report, plain: Report) -> bool:
@@ -49,18 +53,31 @@ def summary(method: str, num_drafts: int, report: Report, plain: Report | None =
     return result
 
 
-def merge(reports: list[Report]) -> Report:
-    """Adds runs up into one, generations in order."""
-    first, *rest = reports
-    total = Report([*first.generations], first.stats, **_times(first))
-    for report in rest:
-        total.generations += report.generations
-        total.stats += report.stats
-        for name, value in _times(report).items():
-            setattr(total, name, getattr(total, name) + value)
-    return total
+def run(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    config: Any = None,
+    *,
+    max_tokens: int,
+    cache: CacheConfig,
+    max_requests: int = 1,
+    on_tokens: OnTokens | None = None,
+) -> Report:
+    """Decodes prompts with everything compiled before the clock starts.
 
-
-def _times(report: Report) -> dict[str, Any]:
-    names = ("num_steps", "seconds", "prompt_seconds", "draft_seconds")
-    return {name: getattr(report, name) for name in names}
+    Args:
+      model: the target.
+      prompts: token ids.
+      config: the drafter's; None for plain decoding.
+      max_tokens: most tokens to add to each prompt.
+      cache: sizes; runs that are compared take the same.
+      max_requests: prompts decoded at the same time (with a drafter).
+      on_tokens: see `jspec.generate`.
+    """
+    sizes = {"max_tokens": max_tokens, "cache": cache}
+    if config is None:
+        generate_plain(model, [[0, 0]], max_tokens=2, cache=cache, stop_ids=())
+        return generate_plain(model, prompts, on_tokens=on_tokens, **sizes)
+    engine = Engine(model, prompts, config, max_requests=max_requests, **sizes)
+    engine.warmup()
+    return engine.run(on_tokens)

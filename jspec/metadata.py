@@ -85,7 +85,9 @@ def row_request(
       (request, live): index of the request (clamped for padding rows), whether the row is one.
     """
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    request = jnp.searchsorted(query_start, rows, side="right").astype(jnp.int32) - 1
+    # compare_all is one fused comparison; the default method is a loop.
+    request = jnp.searchsorted(query_start, rows, side="right", method="compare_all")
+    request = request.astype(jnp.int32) - 1
     return jnp.clip(request, 0, query_start.shape[0] - 2), rows < query_start[-1]
 
 
@@ -106,7 +108,7 @@ def paged_view(
     index = scheduled.positions if scheduled.token_index is None else scheduled.token_index
     request, live = row_request(scheduled.query_start, index.shape[0])
     page = index // page_size
-    page_id = scheduled.block_table.at[request, page].get(  # type: ignore[union-attr]
+    page_id = scheduled.block_table.at[request, page].get(
         mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False
     )
     stored = live & (index >= 0) & (index < max_model_len) & (page_id >= 0)

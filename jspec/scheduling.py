@@ -157,16 +157,19 @@ class Scheduler:
         verified: np.ndarray,
         drafts: Drafts,
         on_tokens: OnTokens | None = None,
-    ) -> list[int]:
-        """Takes over a step's result and returns the slots of requests that ended.
+    ) -> tuple[int, list[int]]:
+        """Takes over a step's result.
 
         Args:
           rows: what `schedule` picked.
           verified: int32 [B, W]; kept tokens, PAD after them.
           drafts: guesses for the next step, on the host.
           on_tokens: called for each request that got tokens.
+
+        Returns:
+          (num_tokens, ended): tokens gained, and the slots of requests that are done.
         """
-        ended = []
+        num_tokens, ended = 0, []
         for b, row in enumerate(rows):
             request = self.running[row.slot]
             request.num_computed += len(row.token_ids) - row.num_drafts
@@ -180,6 +183,7 @@ class Scheduler:
             stop = next((i for i, token in enumerate(kept) if token in self.stop_ids), None)
             kept = kept if stop is None else kept[: stop + 1]
             request.tokens += kept
+            num_tokens += len(kept)
             request.drafts = drafts.tokens[b, : drafts.num_drafts[b]].tolist()
             if on_tokens:
                 on_tokens(request.index, kept, min(num_accepted, len(kept)))
@@ -190,7 +194,7 @@ class Scheduler:
                 self.free_pages += request.pages
                 del self.running[row.slot]
                 ended.append(row.slot)
-        return ended
+        return num_tokens, ended
 
     def pack(self, rows: Sequence[Rows], num_rows: int) -> Scheduled:
         """Lays a step's rows out, padded to one of the three shapes."""

@@ -28,7 +28,7 @@ _SCALARS = {  # ggml's type number -> struct code
 }
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 
-_CHUNK_BYTES = 1 << 20  # quantised rows at a time: the temporaries of dequantising stay small
+_CHUNK_BYTES = 1 << 18  # quantised rows at a time: the temporaries of dequantising stay small
 
 
 class Tensor(NamedTuple):

@@ -103,7 +103,8 @@ class Tokenizer:
           add_special: whether to add what the model starts or ends every text with, such as BOS.
 
         Returns:
-          Token ids; decoding them gives the text back.
+          Token ids. Bytes that the vocabulary lacks are left out (SmolLM2 lacks some control
+          characters); all other text comes back from `decode(ids, keep_special=True)`.
         """
         return self._inner.encode(text, add_special_tokens=add_special).ids
 

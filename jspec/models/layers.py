@@ -65,7 +65,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale).astype(x.dtype) * self.weight[...]
+        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (wide * scale).astype(x.dtype) * weight
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -78,7 +79,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         low, high, length = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_len
         wavelength = 2 * math.pi / inverse
         blend = (length / wavelength - low) / (high - low) if high != low else 0 * inverse
-        keep = np.where(wavelength < length / high, 1, np.where(wavelength > length / low, 0, blend))
+        keep = np.where(
+            wavelength < length / high, 1, np.where(wavelength > length / low, 0, blend)
+        )
         return (keep * inverse + (1 - keep) * inverse / rope.factor).astype(np.float32)
     return inverse
 
@@ -87,7 +90,7 @@ def rope_table(
     rope: RopeConfig, head_dim: int, positions: Int[Array, "T"]
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """Returns cosine and sine of each position's angles, float32."""
-    angle = positions.astype(jnp.float32)[:, None] * rope_frequencies(rope, head_dim)
+    angle = positions.astype(jnp.float32)[:, None] * rope_frequencies(rope, head_dim)[None]
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -129,8 +132,12 @@ class Attention(nnx.Module):
         return rules
 
     def __call__(
-        self, x: Float[Array, "T D"], rope: tuple[Array, Array], view: PagedView,
-        cache: KVCache, layer: int,
+        self,
+        x: Float[Array, "T D"],
+        rope: tuple[Array, Array],
+        view: PagedView,
+        cache: KVCache,
+        layer: int,
     ) -> tuple[Float[Array, "T D"], KVCache]:
         N, n, d = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         qkv = x @ self.qkv[...]

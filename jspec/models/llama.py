@@ -48,8 +48,10 @@ class Llama(nnx.Module):
 
     def __call__(self, token_ids, view: PagedView, cache: KVCache, *, logit_rows, hidden_layers):
         config = self.config
-        x = self.embed[...].at[token_ids].get(
-            mode="fill", fill_value=0, wrap_negative_indices=False
+        x = (
+            self.embed[...]
+            .at[token_ids]
+            .get(mode="fill", fill_value=0, wrap_negative_indices=False)
         )
         rope = rope_table(config.rope, config.head_dim, view.positions)
         hidden: dict[HiddenId, Array] = {0: x}

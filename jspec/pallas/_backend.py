@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
@@ -11,6 +12,9 @@ import jax.numpy as jnp
 
 Lowering: TypeAlias = Literal["triton", "mosaic"]
 """How Pallas turns a kernel into GPU code."""
+
+Road: TypeAlias = Literal["triton", "mosaic", "interpret"]
+"""How a kernel runs: by one of the lowerings, or step by step in JAX on any device."""
 
 _BLOCK = 128  # cells a Triton program handles: one a thread of four warps
 
@@ -44,10 +48,10 @@ def for_each_cell(
     kernel: Callable[..., None],
     num_cells: int,
     inputs: Sequence[jax.Array],
-    outputs: Any,
+    outputs: tuple[jax.ShapeDtypeStruct, ...],
     *,
     name: str,
-    how: Literal["triton", "mosaic", "interpret"],
+    how: Road,
 ) -> Any:
     """Runs `kernel(cell, *input_refs, *output_refs)` for each cell in [0, num_cells).
 
@@ -56,23 +60,23 @@ def for_each_cell(
     repeats the last cell: both write the same values, so no access needs a mask.
 
     Args:
-      kernel: reads and writes flat refs at integer indices, and must keep them in range.
+      kernel: reads and writes flat refs at integer indices, which it keeps in range.
       num_cells: at least 1.
       inputs: arrays of any shape; the kernel sees them flat, in row-major order.
-      outputs: pytree of one-axis ShapeDtypeStructs, all of whose elements the kernel writes.
+      outputs: shapes and dtypes, likewise flat to the kernel, which writes each element.
       name: what a profile shows, "jspec_..." by convention.
-      how: the lowering, or the interpreter.
+      how: the road.
 
     Returns:
-      Arrays like `outputs`.
+      A tuple of arrays like `outputs`.
     """
-    flat = [x.reshape(-1) for x in inputs]
-    if how == "mosaic":
-        return _mosaic(kernel, num_cells, outputs, name)(*flat)
-    return _vectors(kernel, num_cells, outputs, name, interpret=how == "interpret")(*flat)
+    flat = [out.update(shape=(out.size,)) for out in outputs]
+    run = _mosaic if how == "mosaic" else functools.partial(_vectors, interpret=how == "interpret")
+    results = run(kernel, num_cells, [x.reshape(-1) for x in inputs], flat, name)
+    return tuple(x.reshape(out.shape) for x, out in zip(results, outputs, strict=True))
 
 
-def _mosaic(kernel: Callable[..., None], num_cells: int, outputs: Any, name: str):
+def _mosaic(kernel, num_cells: int, inputs: list, outputs: list, name: str):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def body(*refs):
@@ -85,17 +89,15 @@ def _mosaic(kernel: Callable[..., None], num_cells: int, outputs: Any, name: str
         grid=(num_cells,),
         grid_names=("cell",),
         compiler_params=plgpu.CompilerParams(),
-    )
+    )(*inputs)
 
 
-def _vectors(
-    kernel: Callable[..., None], num_cells: int, outputs: Any, name: str, interpret: bool
-):
+def _vectors(kernel, num_cells: int, inputs: list, outputs: list, name: str, *, interpret: bool):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as pltriton
 
-    # Deprecated in favour of Mosaic since JAX 0.11, but still the faster one for these kernels
-    # (benchmarks/ops.py). JAX warns when the call is lowered, after this function has returned.
+    # JAX deprecated this lowering in 0.11 and warns when the call is lowered, which is after this
+    # function has returned. benchmarks/ops.py says what it is worth.
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
     block = min(_BLOCK, pl.next_power_of_2(num_cells))
@@ -110,9 +112,9 @@ def _vectors(
         body,
         out_shape=outputs,
         grid=(pl.cdiv(num_cells, block),),
-        in_specs=whole,
-        out_specs=jax.tree.map(lambda _: whole, outputs),
+        in_specs=[whole] * len(inputs),
+        out_specs=[whole] * len(outputs),
         compiler_params=pltriton.CompilerParams(num_warps=max(1, block // 32), num_stages=1),
         interpret=interpret,
         name=name,
-    )
+    )(*inputs)

@@ -8,8 +8,8 @@ import numpy as np
 from jspec.axes import AnyArray, Impl
 from jspec.pallas import _backend
 
-Choice: TypeAlias = Literal["xla", "interpret", "triton", "mosaic"]
-"""What `impl` comes down to: the plain definition, or the kernel by one of three roads."""
+Choice: TypeAlias = Literal["xla"] | _backend.Road
+"""What `impl` comes down to: the plain definition, or the kernel by one of its roads."""
 
 # The measured winner of each op by device kind (benchmarks/ops.py); XLA where nothing is listed.
 _WINNERS: dict[str, dict[str, Choice]] = {
@@ -29,9 +29,7 @@ def on_host(impl: Impl, *arrays: Any) -> bool:
     return impl == "auto" and all(isinstance(array, np.ndarray) for array in arrays)
 
 
-def choose(
-    impl: Impl, op: str, *, num_cells: int, fits: bool = True, why: str = ""
-) -> Choice:
+def choose(impl: Impl, op: str, *, num_cells: int, fits: bool = True, why: str = "") -> Choice:
     """Decides at trace time which implementation of an op runs.
 
     Args:
@@ -70,8 +68,8 @@ def choose(
     return "interpret" if impl == "interpret" else _backend.lowering()
 
 
-def _default_device() -> jax.Device:
-    device = jax.config.jax_default_device
+def _default_device():
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(device, str):
         return jax.devices(device)[0]
     return device or jax.devices()[0]
@@ -140,7 +138,7 @@ def _check_dtype(op: str, name: str, array: Any, kind: str, host: bool) -> None:
             f"{op}: `{name}` has dtype {array.dtype}, wanted int32 or int64. "
             f"Pass {name}.astype('int32')."
         )
-    if array.dtype == np.int64 and not host and not jax.config.jax_enable_x64:
+    if array.dtype == np.int64 and not host and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
         raise TypeError(
             f"{op}: `{name}` has dtype int64, which JAX would cut to 32 bits here. "
             f"Pass {name}.astype('int32'), or set jax_enable_x64."

@@ -1,7 +1,8 @@
-"""Look-ups that several ops share, in the form that kernels read flat refs."""
+"""What several ops share: the request of a row and the slot of a position, as kernels read them."""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -28,7 +29,9 @@ def request_of(cell: Any, query_start: Any, *, num_requests: int, extra: int = 0
     return ended
 
 
-def slot_of(position: Any, request: Any, block_table: Any, *, num_pages: int, page_size: int) -> Any:
+def slot_of(
+    position: Any, request: Any, block_table: Any, *, num_pages: int, page_size: int
+) -> Any:
     """Looks up the cache slot of a position; past the table the last page answers.
 
     Args:
@@ -41,6 +44,11 @@ def slot_of(position: Any, request: Any, block_table: Any, *, num_pages: int, pa
     Returns:
       The slot; PAD_SLOT where the page is PAD.
     """
-    column = jnp.minimum(lax.div(position, page_size), num_pages - 1).astype(jnp.int32)
+    column = jnp.clip(lax.div(position, page_size), 0, num_pages - 1).astype(jnp.int32)
     page = block_table[request * num_pages + column].astype(position.dtype)
     return jnp.where(page < 0, PAD_SLOT, page * page_size + lax.rem(position, page_size))
+
+
+def filled(output: jax.ShapeDtypeStruct, value: int) -> jax.Array:
+    """Makes an output that holds nothing but padding, where there is no request or no row."""
+    return jnp.full(output.shape, value, output.dtype)

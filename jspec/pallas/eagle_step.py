@@ -1,7 +1,6 @@
 """eagle_step: position, KV slot and length of each request for the next drafted token."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +110,14 @@ def _kernel(
 
 
 def _launch(
-    positions, block_table, seq_lens, *, page_size, max_model_len, num_rows: int, how: Any
+    positions,
+    block_table,
+    seq_lens,
+    *,
+    page_size,
+    max_model_len,
+    num_rows: int,
+    how: _backend.Road,
 ):
     B, M = block_table.shape
     return _backend.for_each_cell(

@@ -1,7 +1,6 @@
 """next_token: the token each request continues from after verification."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +105,7 @@ def _kernel(
     num_valid_ref[request] = num_valid
 
 
-def _launch(sampled, discard, backup, *, vocab_size: int, how: Any):
+def _launch(sampled, discard, backup, *, vocab_size: int, how: _backend.Road):
     B, width = sampled.shape
     return _backend.for_each_cell(
         functools.partial(_kernel, width=width, vocab_size=vocab_size),

@@ -22,7 +22,9 @@ from jspec.proposers.base import Proposer
 from jspec.state import Batch, Drafts
 
 _DEFAULT_LOOKUP = 5
-_MIN_PARALLEL_TOKENS = 8192  # below it, waking threads costs more than the search
+# A search costs 1 to 5 ns a token; waking threads costs tens of microseconds on an idle machine and
+# a scheduler's time slice on a busy one. The original starts at 8192 tokens, with one thread.
+_MIN_PARALLEL_TOKENS = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +53,9 @@ class NgramConfig:
 
     def __post_init__(self):
         owner = type(self).__name__
-        check_at_least(owner, 1, num_drafts=self.num_drafts)
-        if self.vocab_size is not None:
-            check_at_least(owner, 1, vocab_size=self.vocab_size)
+        optional = ("prompt_lookup_min", "prompt_lookup_max", "vocab_size")
+        given = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
+        check_at_least(owner, 1, num_drafts=self.num_drafts, **given)
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is None:
             low = _DEFAULT_LOOKUP if high is None else high
@@ -125,13 +127,14 @@ def propose(
             "outside of jit with numpy arrays, or draft with method 'ngram_gpu' (NgramGPUConfig)."
         )
     position = batch.positions if batch.token_index is None else batch.token_index
-    rows = (batch.token_ids, position)
-    requests = (batch.request_slot, batch.query_start, batch.last_index)
-    kept = (batch.next_token, batch.num_valid)
+    fields = (
+        *(batch.request_slot, batch.query_start, batch.last_index),
+        *(batch.token_ids, position, batch.next_token, batch.num_valid),
+    )
     # Copies: numba compiles read-only arrays, which JAX hands out, as types of their own.
-    slot, *fields = (np.array(field, np.int32) for field in (*requests, *rows, *kept))
+    slot, *rest = (np.array(field, np.int32) for field in fields)
     lengths = np.zeros_like(slot)
-    _record(memory.history, slot, *fields, config.id_limit, lengths)
+    _record(memory.history, slot, *rest, config.id_limit, lengths)
     tokens, num_drafts = _search(
         memory.history,
         slot,
@@ -225,8 +228,8 @@ def check_bounds(owner: str, low_name: str, low: int, high_name: str, high: int)
         )
 
 
-# numba's own thread pool is not safe on every platform when two threads launch at once: the
-# second launch runs serially.
+# Two launches at once abort the process where numba has only its own thread pool (macOS), so the
+# second one runs serially.
 _thread_pool = threading.Lock()
 
 
@@ -306,6 +309,7 @@ def _search_serially(history, rows, lengths, min_n, max_n, max_model_len, tokens
 
 @_njit(parallel=True)
 def _search_in_parallel(history, rows, lengths, min_n, max_n, max_model_len, tokens, counts):
+    # A body of its own: numba's disk cache cannot tell two compilations of one function apart.
     for b in numba.prange(rows.size):
         if lengths[b] > 0:
             known = history[rows[b]]

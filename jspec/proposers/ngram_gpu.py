@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.config import CacheConfig, check_at_least
-from jspec.metadata import row_request
+from jspec.metadata import INT32_MAX, row_request
 from jspec.proposers.base import Proposer
 from jspec.proposers.ngram import NgramConfig, check_bounds
 from jspec.state import Batch, Drafts, pytree
@@ -85,7 +85,7 @@ def admit(
 ) -> Memory:
     """Fills a request's row with its whole prompt; nothing of an earlier request stays."""
     is_prompt = jnp.arange(tokens.shape[0], dtype=jnp.int32) < num_tokens
-    row = jnp.where(is_prompt, _known(config, tokens), PAD_TOKEN)
+    row = jnp.where(is_prompt, _in_vocabulary(config, tokens), PAD_TOKEN)
     return Memory(
         history=memory.history.at[slot].set(row, mode="drop", wrap_negative_indices=False)
     )
@@ -126,6 +126,11 @@ def ngram_match(
     token_ids = _check_rows("ngram_match", token_ids)
     width = token_ids.shape[1]
     max_n = min(max_n, width)
+    if (max_n + 1) * width > INT32_MAX:
+        raise ValueError(
+            f"ngram_match: `max_n` is {max_n} for rows of {width} tokens, wanted at most "
+            f"{INT32_MAX // width - 1}: length and place of a match share one int32. Lower max_n."
+        )
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     offset = jnp.arange(max(max_n, num_drafts), dtype=jnp.int32)[None, :]
 
@@ -140,8 +145,10 @@ def ngram_match(
         same = same & jnp.pad(shifted, ((0, 0), (j, 0)))
         run = run + same.astype(jnp.int32)
 
-    end = jax.lax.argmax(run, 1, jnp.int32)[:, None]  # ties go to the earliest
-    found = mask[:, None] & (jnp.max(run, axis=1, keepdims=True) >= min_n)  # [B, 1]
+    # Longest first, then earliest, as one number: a single reduction over the history.
+    best = jnp.max(run * width + (width - 1 - column), axis=1, keepdims=True)  # [B, 1]
+    found = mask[:, None] & (best // width >= min_n)
+    end = width - 1 - best % width
     source = end + 1 + offset[:, :num_drafts]  # [B, K]
     drafts = jnp.where(found & (source <= newest), _take(token_ids, source), PAD_TOKEN)
     hole = jnp.where(drafts == PAD_TOKEN, offset[:, :num_drafts], num_drafts)
@@ -251,13 +258,13 @@ def update_incremental(
     def put(table, at, values):
         return jnp.asarray(table).at[at].set(values, mode="drop", wrap_negative_indices=False)
 
-    moved = jnp.where(previous_index >= 0, index, PAD_SLOT)
-    token_ids = put(token_ids, moved, rows(token_ids, previous_index))  # all reads, then all writes
+    # All rows are read before any is written: moves may form cycles.
     length = rows(host_num_tokens, index)
     is_known = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :] < length[:, None]
-    copied = jnp.where(is_known, rows(host_token_ids, index), rows(token_ids, index))
-    token_ids = put(token_ids, jnp.where(is_new, index, PAD_SLOT), copied)
-    return token_ids, put(num_tokens, index, length)
+    moved = rows(token_ids, jnp.where(is_new, index, previous_index))  # [n, S]
+    values = jnp.where(is_new[:, None] & is_known, rows(host_token_ids, index), moved)
+    target = jnp.where(is_new | (previous_index >= 0), index, PAD_SLOT)
+    return put(token_ids, target, values), put(num_tokens, index, length)
 
 
 def _record(config: NgramGPUConfig, history, batch: Batch):
@@ -275,12 +282,12 @@ def _record(config: NgramGPUConfig, history, batch: Batch):
     next_slot = jnp.where(is_kept, slot, PAD_SLOT)
     slots = jnp.concatenate([row_slot, next_slot])  # [T + B]
     columns = jnp.concatenate([position, next_position])
-    tokens = _known(config, jnp.concatenate([batch.token_ids, batch.next_token]))
+    tokens = _in_vocabulary(config, jnp.concatenate([batch.token_ids, batch.next_token]))
     history = history.at[slots, columns].set(tokens, mode="drop", wrap_negative_indices=False)
     return history, jnp.where(is_kept, next_position + 1, 0)
 
 
-def _known(config: NgramGPUConfig, tokens):
+def _in_vocabulary(config: NgramGPUConfig, tokens):
     """Replaces ids outside the vocabulary by PAD."""
     return jnp.where((tokens >= 0) & (tokens < config.id_limit), tokens, PAD_TOKEN)
 

@@ -1,0 +1,171 @@
+"""The command line: `python -m jspec generate` and `python -m jspec demo`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec import measure, proposers, scheduling
+from jspec.checkpoint import Model, load
+from jspec.checkpoint.tokenizer import Tokenizer
+from jspec.demo.assets import cache_folder, fetch_smollm2
+
+_EXAMPLES = """examples:
+  python -m jspec generate --model smollm2 --prompt "Write a haiku about rivers."
+  python -m jspec generate --model path/to/folder --method ngram_gpu --num-drafts 3 \\
+      --prompt "Repeat after me: one two three" --compare-plain
+  python -m jspec generate --model model.gguf --method none --prompt "def add(" --raw --json
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: words after `python -m jspec`; by default those of this process.
+
+    Returns:
+      Exit code: 0, or 1 after an error, which is printed in one line on standard error.
+      argparse itself exits with 2 where the words do not parse.
+    """
+    arguments = _parser().parse_args(argv)
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportError) as error:
+        message = error.args[0] if isinstance(error, KeyError) else error
+        print(f"jspec: {' '.join(str(message).split())}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jspec",
+        description="Speculative decoding in JAX: drafts, verifies, and tells what it earned.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    generate = commands.add_parser(
+        "generate",
+        help="continue a prompt with a model on disk",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    generate.set_defaults(run=_generate)
+    add = generate.add_argument
+    add("--model", required=True, help="Hugging Face folder, .gguf file, or smollm2 (fetched)")
+    methods = ", ".join(proposers.REGISTRY)
+    add("--method", default="ngram", help=f"{methods}, or none (default: ngram)")
+    add("--num-drafts", type=int, default=5, metavar="K", help="drafts per step (default: 5)")
+    add("--min-n", type=int, default=2, help="shortest n-gram to look up (default: 2)")
+    add("--max-n", type=int, default=4, help="longest n-gram to look up (default: 4)")
+    add("--prompt", required=True, action="append", help="text; may be given several times")
+    add("--raw", action="store_true", help="continue the text itself, without the chat form")
+    add("--max-tokens", type=int, default=128, help="most tokens to add (default: 128)")
+    add("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
+    add("--compare-plain", action="store_true", help="also decode without drafts, and compare")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+    demo = commands.add_parser("demo", help="decode a demo suite with every n-gram drafter")
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--max-tokens", type=int, default=64, help="tokens a prompt (default: 64)")
+    demo.add_argument("--output", default="demo.png", help="picture to write (default: demo.png)")
+    return parser
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    config = _drafter(arguments)
+    model = open_model(arguments.model, arguments.dtype, quiet=arguments.json)
+    tokenizer = open_tokenizer(model)
+    encode = tokenizer.encode if arguments.raw else tokenizer.chat
+    prompts = [encode(prompt) for prompt in arguments.prompt]
+    sizes: dict[str, Any] = {
+        "max_tokens": arguments.max_tokens,
+        "cache": scheduling.limits(model, prompts, arguments.max_tokens, 1, None, 1),
+    }
+    show = None if arguments.json else _printer(tokenizer)
+    report = measure.run(model, prompts, config, on_tokens=show, **sizes)
+    plain = None
+    if config is None:
+        plain = report
+    elif arguments.compare_plain:
+        plain = measure.run(model, prompts, **sizes)
+    num_drafts = config.num_drafts if config else 0
+    result = measure.summary(arguments.method, num_drafts, report, plain)
+    if arguments.json:
+        texts = [tokenizer.decode(generation.tokens) for generation in report.generations]
+        print(json.dumps(result | {"texts": texts}))
+        return 0
+    print("\n")
+    for name, value in result.items():
+        if value is not None:
+            print(f"{name.replace('_', ' '):>24}  {_pretty(value)}")
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from jspec.demo.run import run  # needs rich and matplotlib
+
+    return run(max_tokens=arguments.max_tokens, output=Path(arguments.output))
+
+
+def _drafter(arguments: argparse.Namespace) -> Any:
+    """Builds the drafter's config, None for plain decoding: before anything is loaded."""
+    if arguments.method == "none":
+        return None
+    return proposers.find(arguments.method).Config(
+        num_drafts=arguments.num_drafts,
+        prompt_lookup_min=arguments.min_n,
+        prompt_lookup_max=arguments.max_n,
+    )
+
+
+def open_model(name: str, dtype: str, *, quiet: bool = False) -> Model:
+    """Loads a model from disk, or SmolLM2 from where it is published."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype is {dtype!r}, wanted float32 or bfloat16.")
+    return load(fetch_smollm2(progress=not quiet) if name == "smollm2" else name, dtype)
+
+
+def open_tokenizer(model: Model) -> Tokenizer:
+    """Returns the tokenizer that came with a model."""
+    if model.tokenizer_json is None:
+        raise ValueError(
+            "the model has no tokenizer.json, so that text cannot be encoded. Put the model's own "
+            "tokenizer.json into its folder."
+        )
+    return Tokenizer.from_json(model.tokenizer_json, model.chat_template)
+
+
+def _printer(tokenizer: Tokenizer) -> scheduling.OnTokens:
+    """Streams text; accepted drafts are set off on a terminal."""
+    bold, plain = ("\033[1;32m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    stream = tokenizer.stream()
+    current = 0
+
+    def show(index: int, tokens: list[int], num_accepted: int) -> None:
+        nonlocal stream, current
+        if index != current:
+            print(stream.finish(), end="\n\n")
+            stream, current = tokenizer.stream(), index
+        accepted, rest = stream.push(tokens[:num_accepted]), stream.push(tokens[num_accepted:])
+        print(f"{bold}{accepted}{plain}" if accepted else "", rest, sep="", end="", flush=True)
+
+    return show
+
+
+def _pretty(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, list):
+        return " ".join(map(_pretty, value))
+    return str(value)

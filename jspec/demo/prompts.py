@@ -1,0 +1,113 @@
+"""What the demo asks the model: code to repeat, HumanEval problems, and free questions.
+
+SmolLM2-135M follows instructions badly: compare speed and sameness of tokens, never the answers.
+"""
+
+import calendar
+import colorsys
+import glob
+import gzip
+import html
+import inspect
+import json
+import shlex
+import string
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jspec.demo import assets
+
+# Short functions in plain Python that hardly change between Python versions.
+_FUNCTIONS = (
+    colorsys.rgb_to_hls,
+    colorsys.rgb_to_yiq,
+    shlex.join,
+    calendar.leapdays,
+    textwrap.indent,
+    string.capwords,
+    html.escape,
+    glob.escape,
+)
+
+_QUESTIONS = {
+    "photosynthesis": "Explain photosynthesis to a ten-year-old child.",
+    "capital": "What is the capital of France, and what is it known for?",
+    "story": "Write a short story about a lighthouse keeper and a whale.",
+    "sorting": "How does binary search work, and when is it better than a linear search?",
+}
+
+_MAX_PROBLEM_LENGTH = 600  # characters, about 200 tokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question for the model, to be put in its chat form.
+
+    Attributes:
+      kind: "copy" (an edit that repeats given code), "humaneval" or "chat".
+      name: which one; unique in the suite.
+      text: what the user says.
+    """
+
+    kind: Literal["copy", "humaneval", "chat"]
+    name: str
+    text: str
+
+
+def demo_prompts(cache_dir: str | Path | None = None, *, progress: bool = True) -> list[Prompt]:
+    """Lists the whole suite in a fixed order: copy, humaneval, chat.
+
+    Args:
+      cache_dir: see `assets.fetch`, which brings HumanEval.
+      progress: whether to show that download.
+
+    Returns:
+      The prompts; each has less than about 250 tokens.
+
+    Raises:
+      RuntimeError, ValueError: HumanEval could not be fetched; see `assets.fetch`.
+    """
+    problems = humaneval_prompts(len(_FUNCTIONS), cache_dir, progress=progress)
+    return [*copy_prompts(), *problems, *chat_prompts()]
+
+
+def copy_prompts() -> list[Prompt]:
+    """Asks to rename a function of the standard library: the answer repeats nearly all of it."""
+    return [_rename(function) for function in _FUNCTIONS]
+
+
+def humaneval_prompts(
+    n: int, cache_dir: str | Path | None = None, *, progress: bool = True
+) -> list[Prompt]:
+    """Asks to complete the first `n` HumanEval problems that are short.
+
+    Args, Raises: see `demo_prompts`.
+    """
+    path = assets.fetch(assets.HUMANEVAL, cache_dir, progress=progress)
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        problems = [json.loads(line) for line in lines]
+    short = [p for p in problems if len(p["prompt"]) <= _MAX_PROBLEM_LENGTH]
+    return [
+        Prompt(
+            "humaneval",
+            problem["task_id"],
+            f"Complete this function:\n\n```python\n{problem['prompt'].strip()}\n```",
+        )
+        for problem in short[:n]
+    ]
+
+
+def chat_prompts() -> list[Prompt]:
+    """Asks questions whose answers repeat little of the prompt."""
+    return [Prompt("chat", name, text) for name, text in _QUESTIONS.items()]
+
+
+def _rename(function) -> Prompt:
+    name, source = function.__name__, inspect.getsource(function)
+    text = (
+        f"Rename the function `{name}` to `my_{name}` and print the whole code again:\n\n"
+        f"```python\n{source}```"
+    )
+    return Prompt("copy", f"{function.__module__}.{name}", text)

@@ -1,0 +1,148 @@
+"""The demo: a published model decodes real text, with and without drafts."""
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jspec import measure, proposers
+from jspec.checkpoint import Model, load
+from jspec.checkpoint.tokenizer import Tokenizer
+from jspec.config import CacheConfig
+from jspec.decode import Report
+from jspec.demo.assets import fetch_smollm2
+from jspec.demo.prompts import Prompt, demo_prompts
+
+NUM_DRAFTS = 5
+METHODS = ("ngram", "ngram_gpu")
+CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float32")
+
+
+class Result(NamedTuple):
+    """One line of the table: what a drafter did on one kind of prompt."""
+
+    kind: str
+    numbers: dict[str, Any]
+
+
+def run(*, max_tokens: int, output: Path) -> int:
+    """Decodes the suite, prints a table, writes a picture.
+
+    Args:
+      max_tokens: most tokens to add to each prompt.
+      output: where the picture goes.
+
+    Returns:
+      Exit code: 0 if every drafter gave the tokens of plain decoding, else 1.
+    """
+    console = Console()
+    begin = time.perf_counter()
+    model = load(fetch_smollm2(), "float32")
+    assert model.tokenizer_json is not None  # read_gguf rebuilds it or raises
+    tokenizer = Tokenizer.from_json(model.tokenizer_json, model.chat_template)
+    suite: dict[str, list[Prompt]] = {}
+    for prompt in demo_prompts():
+        suite.setdefault(prompt.kind, []).append(prompt)
+    console.print(
+        f"SmolLM2-135M-Instruct, float32: loaded in {time.perf_counter() - begin:.1f} s. "
+        "Compiling the first time takes a while."
+    )
+
+    results = []
+    for kind, prompts in suite.items():
+        ids = [tokenizer.chat(prompt.text) for prompt in prompts]
+        if not results:
+            _show_one(console, model, tokenizer, prompts[0], ids[0], max_tokens)
+        plain = measure.run(model, ids, max_tokens=max_tokens, cache=CACHE)
+        results.append(Result(kind, measure.summary("none", 0, plain, plain)))
+        for method in METHODS:
+            report = _draft(model, ids, method, max_tokens)
+            results.append(Result(kind, measure.summary(method, NUM_DRAFTS, report, plain)))
+            console.print(f"{kind}: {len(ids)} prompts with {method} done", style="dim")
+
+    console.print(_table(results))
+    _picture(results, output)
+    same = all(result.numbers["identical_to_plain"] for result in results)
+    console.print(f"{time.perf_counter() - begin:.0f} s in all; picture: {output}")
+    console.print(f"identical to plain decoding: {'yes' if same else 'no'}")
+    return 0 if same else 1
+
+
+def _draft(model: Model, ids: list[list[int]], method: str, max_tokens: int, **kwargs) -> Report:
+    Config = proposers.find(method).Config
+    config = Config(num_drafts=NUM_DRAFTS, prompt_lookup_min=2, prompt_lookup_max=4)
+    return measure.run(model, ids, config, max_tokens=max_tokens, cache=CACHE, **kwargs)
+
+
+def _show_one(
+    console: Console,
+    model: Model,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    ids: list[int],
+    max_tokens: int,
+) -> None:
+    """Streams one continuation; accepted drafts stand out."""
+    stream = tokenizer.stream()
+
+    def show(index: int, tokens: list[int], num_accepted: int) -> None:
+        text = Text(stream.push(tokens[:num_accepted]), style="bold green underline")
+        console.print(text + Text(stream.push(tokens[num_accepted:])), end="")
+
+    console.rule(f"{prompt.name}: drafts that the model accepted are underlined")
+    _draft(model, [ids], METHODS[0], max_tokens, on_tokens=show)
+    console.print(stream.finish())
+    console.rule()
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table(title=f"greedy decoding, K = {NUM_DRAFTS}, n-grams of 4 down to 2")
+    for name in ("prompts", "method"):
+        table.add_column(name)
+    for name in ("tokens/s", "speed-up", "acceptance length", "accepted by position", "identical"):
+        table.add_column(name, justify="right")
+    for kind, row in results:
+        drafted = row["method"] != "none"
+        table.add_row(
+            kind,
+            row["method"],
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f}",
+            f"{row['mean_acceptance_length']:.2f}",
+            " ".join(f"{rate:.2f}" for rate in row["acceptance_per_position"]) or "-",
+            ("yes" if row["identical_to_plain"] else "no") if drafted else "-",
+            end_section=row["method"] == METHODS[-1],
+        )
+    return table
+
+
+def _picture(results: list[Result], output: Path) -> None:
+    """Draws acceptance by position and tokens a second."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    kinds = list(dict.fromkeys(result.kind for result in results))
+    for kind in kinds:
+        rates = next(r.numbers for r in results if (r.kind, r.numbers["method"]) == (kind, "ngram"))
+        position = range(1, NUM_DRAFTS + 1)
+        left.plot(position, rates["acceptance_per_position"], marker="o", label=kind)
+    left.set(
+        xlabel="draft position", ylabel="share accepted", ylim=(0, 1), title="ngram: acceptance"
+    )
+    left.set_xticks(range(1, NUM_DRAFTS + 1))
+    left.legend()
+    methods = ("none", *METHODS)
+    for i, method in enumerate(methods):
+        speeds = [r.numbers["tokens_per_second"] for r in results if r.numbers["method"] == method]
+        label = "plain" if method == "none" else method
+        right.bar([x + 0.28 * (i - 1) for x in range(len(kinds))], speeds, 0.26, label=label)
+    right.set_xticks(range(len(kinds)), kinds)
+    right.set(ylabel="tokens per second", title="SmolLM2-135M, float32, this machine's CPU")
+    right.legend()
+    figure.savefig(output, dpi=120)

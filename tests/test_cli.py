@@ -1,0 +1,126 @@
+"""The command line does what its help says, and fails in one line."""
+
+import json
+import shutil
+
+import pytest
+import tokenizers
+
+from jspec import cli
+from tests.conftest import GOLDEN
+
+KEYS = {
+    "method",
+    "num_drafts",
+    "prompts",
+    "tokens",
+    "steps",
+    "draft_tokens",
+    "accepted_tokens",
+    "acceptance_rate",
+    "mean_acceptance_length",
+    "acceptance_per_position",
+    "tokens_per_second",
+    "plain_tokens_per_second",
+    "speedup",
+    "identical_to_plain",
+    "texts",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with a tokenizer of one token per ASCII character."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(GOLDEN / "models" / "draft_llama_small", path)
+    vocab = {chr(i): i for i in range(128)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def generate(*words):
+    return cli.main(["generate", *map(str, words)])
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
+def test_json_is_one_object_with_every_key(folder, capfd, method):
+    words = ["--model", folder, "--method", method, "--num-drafts", 3, "--prompt", "abcabcab"]
+    words += ["--prompt", "xyz", "--max-tokens", 24, "--compare-plain", "--json"]
+    assert generate(*words) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert set(result) == KEYS
+    assert result["method"] == method and result["num_drafts"] == 3 and result["prompts"] == 2
+    assert result["identical_to_plain"] is True
+    assert result["speedup"] == pytest.approx(
+        result["tokens_per_second"] / result["plain_tokens_per_second"]
+    )
+    assert len(result["acceptance_per_position"]) == 3
+    assert len(result["texts"]) == 2
+
+
+def test_plain_decoding_is_a_method_too(folder, capfd):
+    words = ["--model", folder, "--prompt", "abc", "--max-tokens", 8, "--json"]
+    assert generate(*words, "--method", "none") == 0
+    plain = json.loads(capfd.readouterr().out)
+    assert plain["draft_tokens"] == 0 and plain["mean_acceptance_length"] == 1.0
+    assert generate(*words) == 0
+    drafted = json.loads(capfd.readouterr().out)
+    assert drafted["texts"] == plain["texts"]
+    assert drafted["identical_to_plain"] is None  # not asked for, so not claimed
+
+
+def test_text_for_people_streams_and_then_sums_up(folder, capfd):
+    assert generate("--model", folder, "--prompt", "abcabc", "--max-tokens", 16, "--raw") == 0
+    out = capfd.readouterr().out
+    assert "tokens per second" in out and "mean acceptance length" in out
+    assert "\033[" not in out  # no colours into a pipe
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--method", "ngrm"], "ngram"),
+        (["--num-drafts", "0"], "num_drafts"),
+        (["--min-n", "4", "--max-n", "2"], "4.*2"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--dtype", "int8"], "float32 or bfloat16"),
+        (["--model", "nowhere/model"], "nowhere/model"),
+        (["--prompt", "a" * 600], "max_model_len"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_1(folder, capfd, words, message):
+    base = ["--model", str(folder), "--prompt", "abc", "--max-tokens", "4"]
+    assert generate(*base, *words) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("jspec: ") and captured.err.count("\n") == 1
+    import re
+
+    assert re.search(message, captured.err)
+
+
+def test_a_model_without_a_tokenizer_says_where_it_belongs(capfd):
+    assert generate("--model", GOLDEN / "models" / "draft_llama_small", "--prompt", "a") == 1
+    assert "tokenizer.json" in capfd.readouterr().err
+
+
+def test_the_demo_compares_every_method_and_draws(folder, tmp_path, monkeypatch, capfd):
+    from jspec.demo import run
+    from jspec.demo.prompts import Prompt
+
+    monkeypatch.setattr(run, "fetch_smollm2", lambda: folder)
+    prompts = [Prompt("copy", "one", "abcabcabc"), Prompt("chat", "two", "hello")]
+    monkeypatch.setattr(run, "demo_prompts", lambda: prompts)
+    picture = tmp_path / "demo.png"
+    assert cli.main(["demo", "--max-tokens", "8", "--output", str(picture)]) == 0
+    lines = capfd.readouterr().out.strip().splitlines()
+    assert lines[-1] == "identical to plain decoding: yes"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sum("ngram_gpu" in line for line in lines) >= 2

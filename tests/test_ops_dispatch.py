@@ -1,0 +1,228 @@
+"""What the ops refuse, which implementation they choose, and that each kernel lowers for a GPU."""
+
+import functools
+from types import SimpleNamespace
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from jspec.axes import Impl
+from jspec.pallas import (
+    _backend,
+    _dispatch,
+    eagle_step,
+    expand_dflash,
+    expand_eagle,
+    next_token,
+    sample_index,
+)
+
+
+def ints(*shape: int) -> jax.Array:
+    return jnp.ones(shape, jnp.int32)
+
+
+OPS = {
+    next_token: (dict(sampled=ints(4, 3), discard=ints(4) > 1, backup=ints(4)), {"vocab_size": 9}),
+    sample_index: (dict(cu_num_drafts=ints(4), num_valid=ints(4), query_start=ints(5)), {}),
+    eagle_step: (
+        dict(positions=ints(4), block_table=ints(4, 2), seq_lens=ints(4)),
+        dict(page_size=4, max_model_len=9),
+    ),
+    expand_eagle: (
+        dict(
+            token_ids=ints(7),
+            positions=ints(7),
+            next_token=ints(4),
+            query_start=ints(5),
+            last_index=ints(4),
+        ),
+        dict(num_slots=2, shift=True, mask_token=7),
+    ),
+    expand_dflash: (
+        dict(
+            next_token=ints(4),
+            positions=ints(7),
+            query_start=ints(5),
+            block_table=ints(4, 2),
+            num_rejected=ints(4),
+        ),
+        dict(num_drafts=2, page_size=4, mask_token=7, max_model_len=9),
+    ),
+}
+EVERY_OP = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+EVERY_ARRAY = pytest.mark.parametrize(
+    "op,name",
+    [(op, name) for op, (arrays, _) in OPS.items() for name in arrays],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Switches the tests' own shape checks off, which would speak before the op does."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def on_an_h200(monkeypatch):
+    """Makes the default device look like a GPU to the dispatcher; nothing can run there."""
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    monkeypatch.setattr(_dispatch, "_default_device", lambda: device)
+
+
+def refused(op, **changed):
+    arrays, static = OPS[op]
+    return op(**{**arrays, **static, **changed})
+
+
+@EVERY_ARRAY
+def test_a_list_is_refused_with_the_array_to_pass(op, name, as_users_run_it):
+    with pytest.raises(TypeError, match=f"{op.__name__}: `{name}` is a list, .*Pass jnp.asarray"):
+        refused(op, **{name: [1, 2, 3, 4]})
+
+
+@EVERY_ARRAY
+def test_floats_are_refused_with_the_cast_to_use(op, name, as_users_run_it):
+    floats = OPS[op][0][name].astype(jnp.float32)
+    with pytest.raises(TypeError, match=f"`{name}` has dtype float32, wanted .*Pass {name}"):
+        refused(op, **{name: floats})
+
+
+@EVERY_ARRAY
+def test_bools_and_integers_do_not_stand_in_for_each_other(op, name, as_users_run_it):
+    array = OPS[op][0][name]
+    other = array.astype(jnp.int32) if array.dtype == bool else array > 1
+    with pytest.raises(TypeError, match=f"`{name}` has dtype {other.dtype}, wanted"):
+        refused(op, **{name: other})
+
+
+@EVERY_ARRAY
+def test_64_bit_integers_are_refused_where_jax_would_cut_them(op, name, as_users_run_it):
+    if name == "discard":
+        return
+    wide = np.asarray(OPS[op][0][name], np.int64)
+    with pytest.raises(TypeError, match=f"`{name}` has dtype int64.*jax_enable_x64"):
+        refused(op, **{name: wide})
+
+
+@EVERY_ARRAY
+def test_a_wrong_rank_is_refused_with_the_axes_wanted(op, name, as_users_run_it):
+    array = OPS[op][0][name]
+    with pytest.raises(ValueError, match=rf"`{name}` has shape .*wanted \[.*Reshape it to"):
+        refused(op, **{name: array[..., None]})
+
+
+@EVERY_ARRAY
+def test_sizes_that_differ_are_refused_naming_both_arrays(op, name, as_users_run_it):
+    if (op, name) == (expand_dflash, "positions"):
+        return  # nothing else has its axis
+    with pytest.raises(
+        ValueError, match=r"`\w+` has shape .*as `\w+` has it.*Pad or slice"
+    ) as error:
+        refused(op, **{name: OPS[op][0][name][:-1]})
+    assert f"`{name}`" in str(error.value)
+
+
+@pytest.mark.parametrize("op,name", [(next_token, "sampled"), (eagle_step, "block_table")])
+def test_a_table_without_columns_is_refused(op, name, as_users_run_it):
+    with pytest.raises(ValueError, match=f"`{name}` has shape .4, 0.*Pass one column or more"):
+        refused(op, **{name: ints(4, 0)})
+
+
+@pytest.mark.parametrize(
+    "op,name",
+    [
+        (next_token, "vocab_size"),
+        (eagle_step, "page_size"),
+        (eagle_step, "max_model_len"),
+        (expand_eagle, "num_slots"),
+        (expand_dflash, "num_drafts"),
+        (expand_dflash, "page_size"),
+        (expand_dflash, "max_model_len"),
+    ],
+)
+def test_a_size_must_be_a_positive_integer(op, name, as_users_run_it):
+    with pytest.raises(ValueError, match=f"`{name}` is 0, wanted at least 1. Pass {name}=1"):
+        refused(op, **{name: 0})
+    with pytest.raises(TypeError, match=f"`{name}` is 2.5, wanted an integer.*Pass a plain int"):
+        refused(op, **{name: 2.5})
+    with pytest.raises(TypeError, match=f"`{name}` is True"):
+        refused(op, **{name: True})
+
+
+@EVERY_OP
+def test_an_unknown_implementation_is_refused_with_the_known_ones(op, as_users_run_it):
+    with pytest.raises(ValueError, match=f"`impl` is 'cuda', wanted one of {get_args(Impl)[0]}"):
+        refused(op, impl="cuda")
+
+
+@EVERY_OP
+def test_a_kernel_without_a_gpu_is_refused_with_what_to_pass(op, monkeypatch):
+    device = SimpleNamespace(platform="cpu", device_kind="cpu")
+    monkeypatch.setattr(_dispatch, "_default_device", lambda: device)
+    with pytest.raises(NotImplementedError, match='needs a CUDA GPU.*Pass impl="xla"'):
+        refused(op, impl="pallas")
+
+
+def test_auto_takes_xla_away_from_a_gpu(monkeypatch):
+    device = SimpleNamespace(platform="cpu", device_kind="cpu")
+    monkeypatch.setattr(_dispatch, "_default_device", lambda: device)
+    assert _dispatch.choose("auto", "eagle_step", num_cells=4) == "xla"
+
+
+def test_auto_takes_the_measured_winner_of_the_device_kind(on_an_h200):
+    for op in OPS:
+        winner = _dispatch._WINNERS["NVIDIA H200"].get(op.__name__, "xla")
+        assert _dispatch.choose("auto", op.__name__, num_cells=4) == winner
+
+
+def test_auto_takes_xla_where_the_kernel_does_not_fit_or_has_nothing_to_do(on_an_h200):
+    assert _dispatch.choose("auto", "eagle_step", num_cells=0) == "xla"
+    assert _dispatch.choose("auto", "eagle_step", num_cells=4, fits=False, why="this") == "xla"
+
+
+def test_measured_winners_name_ops_and_roads_that_exist():
+    names = {op.__name__ for op in OPS}
+    for winners in _dispatch._WINNERS.values():
+        assert set(winners) <= names
+        assert set(winners.values()) <= {"xla", "triton", "mosaic"}
+
+
+def test_the_default_device_may_be_a_platform_name():
+    with jax.default_device("cpu"):
+        assert _dispatch._default_device().platform == "cpu"
+
+
+def test_a_lowering_is_selected_for_a_block_alone(on_an_h200):
+    assert _dispatch.choose("pallas", "eagle_step", num_cells=4) == "triton"
+    with _backend.use_lowering("mosaic"):
+        assert _dispatch.choose("pallas", "eagle_step", num_cells=4) == "mosaic"
+    assert _dispatch.choose("pallas", "eagle_step", num_cells=4) == "triton"
+
+
+def test_an_unknown_lowering_is_refused(as_users_run_it):
+    with pytest.raises(ValueError, match="`name` is 'cuda', wanted 'triton' or 'mosaic'"):
+        with _backend.use_lowering("cuda"):
+            pass
+
+
+@EVERY_OP
+@pytest.mark.parametrize(
+    "lowering,target", [("triton", "__gpu$xla.gpu.triton"), ("mosaic", "mosaic_gpu")]
+)
+def test_every_kernel_lowers_for_a_gpu_that_is_not_there(op, lowering, target, on_an_h200):
+    arrays, static = OPS[op]
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    traced = jax.jit(functools.partial(op, **static, impl="pallas")).trace
+    with jax.sharding.use_abstract_mesh(mesh), _backend.use_lowering(lowering):
+        module = traced(**arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert module.count("custom_call") == module.count(f"custom_call @{target}") == 1
+    assert f"jspec_{op.__name__}" in module
