@@ -1,4 +1,4 @@
-"""The paged KV cache: pages of keys and values, written by slot and read through block tables."""
+"""The paged KV cache: keys and values in pages, written by slot and read through block tables."""
 
 from typing import NamedTuple
 
@@ -6,17 +6,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.config import CacheConfig
+from jspec.axes import PAD_SLOT, AnyArray
+from jspec.config import CacheConfig, check_at_least
 from jspec.state import PagedView, pytree, static
+
+_BLOCK_TOKENS = 128
+"""Keys that `attend` reads at a time: fewer waste rounds, more waste work on short requests."""
 
 
 @pytree
 class KVCache:
-    """Keys and values of all layers. Callers donate it: a pass updates it in place.
+    """Keys and values of all layers; a step donates it and gets it back, updated in place.
+
+    Slot s of a layer lies in page `s // S` at place `s % S`.
 
     Attributes:
-      k: keys, `[layers, pages, slots, kv heads, head size]`.
-      v: values, likewise.
+      k: keys.
+      v: values.
       max_model_len: most tokens a request may have.
     """
 
@@ -31,7 +37,25 @@ class KVCache:
 
 
 def init_cache(cache: CacheConfig, *, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
-    """Allocates an empty cache."""
+    """Allocates an empty cache.
+
+    Args:
+      cache: pages, slots per page and element type.
+      num_layers: layers that cache keys and values (L).
+      num_kv_heads: key/value heads (n).
+      head_dim: size of one head (d).
+
+    Raises:
+      ValueError: a size is below 1.
+
+    Example:
+      >>> pages = CacheConfig(num_pages=4, page_size=2, max_model_len=8)
+      >>> init_cache(pages, num_layers=3, num_kv_heads=1, head_dim=8).k.shape
+      (3, 4, 2, 1, 8)
+    """
+    check_at_least(
+        "init_cache", 1, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
     shape = (num_layers, cache.num_pages, cache.page_size, num_kv_heads, head_dim)
     return KVCache(
         k=jnp.zeros(shape, cache.dtype),
@@ -45,10 +69,26 @@ def write(
     layer: int,
     k: Float[Array, "T n d"],
     v: Float[Array, "T n d"],
-    slots: Int[Array, "T"],
+    slots: Int[AnyArray, "T"],
 ) -> KVCache:
-    """Writes one row of keys and values to each slot of a layer."""
+    """Writes a key and a value of one layer to each slot.
+
+    Args:
+      cache: donated by the enclosing jit for an update in place.
+      layer: 0..L-1.
+      k: keys, rotated.
+      v: values.
+      slots: no two equal; PAD_SLOT and slots beyond the cache write nothing.
+
+    Returns:
+      The cache with the new rows.
+    """
     L, P, S, n, d = cache.k.shape
+    if len(slots) == 1:
+        # XLA on a CPU rewrites a one-row scatter into a slice update that it fuses with the
+        # readers, and then copies the whole cache. A second row that is dropped prevents it.
+        slots = jnp.concatenate([jnp.asarray(slots), jnp.full(1, PAD_SLOT, slots.dtype)])
+        k, v = jnp.concatenate([k, k]), jnp.concatenate([v, v])
 
     def put(pages: Array, rows: Array) -> Array:
         flat = pages.reshape(L, P * S, n, d)
@@ -60,61 +100,124 @@ def write(
     return KVCache(k=put(cache.k, k), v=put(cache.v, v), max_model_len=cache.max_model_len)
 
 
-class _Tiles(NamedTuple):
-    """Rows of a ragged pass, cut so that the rows of a tile belong to one request."""
-
-    request: Int[Array, "G"]
-    rows: Int[Array, "G Q"]  # T where a tile is not full
-    place: Int[Array, "T"]  # of each row among the G * Q; G * Q for padding
-
-
-def _tile(query_start: Int[Array, "B1"], T: int) -> _Tiles:
-    B = query_start.shape[0] - 1
-    Q = max(1, -(-T // B))
-    # A request of r rows needs ceil(r / Q) <= 1 + (r - 1) / Q tiles: this many suffice for all.
-    G = B + max(0, (T - B) // Q)
-    num_tiles = -(-jnp.diff(query_start) // Q)  # [B]
-    tile_end = jnp.cumsum(num_tiles, dtype=jnp.int32)  # [B]
-    tile = jnp.arange(G, dtype=jnp.int32)
-    request = jnp.searchsorted(tile_end, tile, side="right").astype(jnp.int32)  # [G]; B = unused
-    request = jnp.minimum(request, B - 1)
-    first = query_start[request] + (tile - (tile_end - num_tiles)[request]) * Q
-    rows = first[:, None] + jnp.arange(Q, dtype=jnp.int32)  # [G, Q]
-    rows = jnp.where(rows < query_start[request + 1][:, None], rows, T)
-    place = jnp.full(T, G * Q, jnp.int32)
-    place = place.at[rows].set(
-        jnp.arange(G * Q, dtype=jnp.int32).reshape(G, Q), mode="drop", wrap_negative_indices=False
-    )
-    return _Tiles(request, rows, place)
-
-
 def attend(
     q: Float[Array, "T N d"], cache: KVCache, layer: int, view: PagedView, *, scale: float
 ) -> Float[Array, "T N d"]:
-    """Attends from each row to the cached keys of its request."""
+    """Attends from each row to the cached keys of its request.
+
+    Query head h reads key/value head `h // (N / n)`. A row sees the first `seq_lens` keys of its
+    request, and of these only the ones up to its own position if `view.causal`. The work follows
+    the longest request of the pass, not `max_model_len`.
+
+    Args:
+      q: queries, rotated.
+      cache: holds the rows of this pass already (see `write`).
+      layer: 0..L-1.
+      view: requests may have unequal numbers of rows, or none.
+      scale: factor of the scores, commonly `d ** -0.5`.
+
+    Returns:
+      Attention outputs in the dtype of `q`; zeros for padding rows. Products accumulate, and the
+      softmax is computed, in float32. Slots at or past `seq_lens` may hold anything, NaN too.
+    """
     T, N, d = q.shape
-    n = cache.k.shape[3]
-    tiles = _tile(view.query_start, T)
-    fill = dict(mode="fill", wrap_negative_indices=False)
-    q = q.at[tiles.rows].get(fill_value=0, **fill)  # [T, N, d] -> [G, Q, N, d]
-    positions = view.positions.at[tiles.rows].get(fill_value=-1, **fill)
+    S, n = cache.k.shape[2:4]
+    M = view.block_table.shape[1]
+    block_pages = min(M, max(1, _BLOCK_TOKENS // S))
+    C = block_pages * S
+
+    tiles = _tile(jnp.asarray(view.query_start), T)
     G, Q = tiles.rows.shape
-    table = view.block_table[tiles.request]
-    k = cache.k.at[layer, table].get(fill_value=0, **fill).reshape(G, -1, n, d)
-    v = cache.v.at[layer, table].get(fill_value=0, **fill).reshape(G, -1, n, d)
-    place = jnp.arange(k.shape[1], dtype=jnp.int32)
-    live = place < view.seq_lens[tiles.request][:, None]  # [G, C]
-    mask = live[:, None, :] & (tiles.rows < T)[:, :, None]
+    E = Q * (N // n)
+    table = _rows(view.block_table, tiles.request)
+    table = jnp.pad(table, ((0, 0), (0, -M % block_pages))).reshape(G, -1, block_pages)
+    num_keys = jnp.minimum(_rows(view.seq_lens, tiles.request), M * S)  # [G]
+    num_seen = jnp.where(tiles.rows < T, num_keys[:, None], 0)  # [G, Q]
     if view.causal:
-        mask &= place <= positions[:, :, None]  # [G, Q, C]
-    v = jnp.where(live[:, :, None, None], v, 0)
-    q = q.reshape(G, Q, n, N // n, d)
-    s = jnp.einsum("gqnhd,gcnd->gnhqc", q, k, preferred_element_type=jnp.float32) * scale
-    s = jnp.where(mask[:, None, None], s, -jnp.inf)
-    top = jnp.max(s, axis=-1, keepdims=True)
-    p = jnp.exp(s - jnp.where(top == -jnp.inf, 0, top))
-    total = jnp.sum(p, axis=-1)  # [G, n, h, Q]
-    out = jnp.einsum("gnhqc,gcnd->gqnhd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny).transpose(0, 3, 1, 2)
-    out = (out / total[..., None]).astype(q.dtype)
-    return out.reshape(G * Q, N, d).at[tiles.place].get(fill_value=0, **fill)
+        num_seen = jnp.minimum(num_seen, _rows(view.positions, tiles.rows) + 1)
+    num_seen = jnp.repeat(num_seen, N // n, axis=1)  # [G, Q] -> [G, E]
+    q_tile = _rows(q, tiles.rows).reshape(G, Q, n, N // n, d)
+    q_tile = q_tile.transpose(0, 2, 4, 1, 3).reshape(G, n, d, E)
+
+    def block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        pages = table[:, i]  # [G, block_pages]
+        k = _pages(cache.k, layer, pages)  # [G, n, C, d]
+        v = _pages(cache.v, layer, pages)
+        key = i * C + jnp.arange(C, dtype=jnp.int32)[None]  # [1, C]
+        v = jnp.where((key < num_keys[:, None])[:, None, :, None], v, 0)
+        # The keys come first so that the product reads them as they lie, heads apart.
+        scores = jnp.einsum("gncd,gnde->gnce", k, q_tile, preferred_element_type=jnp.float32)
+        seen = key[:, :, None] < num_seen[:, None]  # [G, C, E]
+        scores = jnp.where(seen[:, None], scores * scale, -jnp.inf).swapaxes(2, 3)  # [G, n, E, C]
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        shift = jnp.where(new_top == -jnp.inf, 0, new_top)  # a row that has seen nothing yet
+        weights = jnp.exp(scores - shift[..., None])
+        fade = jnp.exp(top - shift)
+        total = total * fade + jnp.sum(weights, axis=-1)
+        new = jnp.einsum(
+            "gnec,gncd->gned", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+        return new_top, total, out * fade[..., None] + new
+
+    carry = (
+        jnp.full((G, n, E), -jnp.inf, jnp.float32),
+        jnp.zeros((G, n, E), jnp.float32),
+        jnp.zeros((G, n, E, d), jnp.float32),
+    )
+    num_blocks = (jnp.max(num_keys) + C - 1) // C
+    _, total, out = jax.lax.fori_loop(0, num_blocks, block, carry)
+    out = (out / jnp.where(total == 0, 1, total)[..., None]).astype(q.dtype)
+    out = out.reshape(G, n, Q, N // n, d).transpose(0, 2, 1, 3, 4).reshape(G * Q, N, d)
+    return out.at[tiles.place].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+class _Tiles(NamedTuple):
+    """The rows of a ragged pass, cut into G tiles of Q rows that belong to one request each."""
+
+    request: Int[Array, "G"]  # 0..B-1, of an empty tile too
+    rows: Int[Array, "G Q"]  # T where the tile is not full
+    place: Int[Array, "T"]  # where each row lies among the G * Q; G * Q for padding rows
+
+
+def _tile(query_start: Int[Array, "B1"], T: int) -> _Tiles:
+    """Cuts T rows into tiles.
+
+    In: query_start [0 1 4], T 6 (Q = 3)  Out: request [0 1 1], rows [0 6 6 | 1 2 3 | 6 6 6]
+    """
+    B = query_start.shape[0] - 1
+    Q = max(1, -(-T // B))
+    # r rows take ceil(r / Q) <= 1 + (r - 1) / Q tiles; summed over the requests, at most this.
+    G = B + max(0, (T - B) // Q)
+    num_tiles = -(-jnp.diff(query_start) // Q)  # [B]
+    tile_end = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    tile_start = tile_end - num_tiles
+
+    tile = jnp.arange(G, dtype=jnp.int32)
+    request = jnp.minimum(_count_reached(tile_end, tile), B - 1)
+    first = _rows(query_start, request) + (tile - _rows(tile_start, request)) * Q
+    rows = first[:, None] + jnp.arange(Q, dtype=jnp.int32)[None]  # [G, Q]
+    rows = jnp.where(rows < _rows(query_start, request + 1)[:, None], rows, T)
+
+    row = jnp.arange(T, dtype=jnp.int32)
+    owner = _count_reached(query_start[1:], row)  # B for padding rows
+    place = _rows(tile_start, owner) * Q + row - _rows(query_start, owner)
+    return _Tiles(request, rows, jnp.where(owner < B, place, G * Q))
+
+
+def _count_reached(ends: Int[Array, "B"], at: Int[Array, "X"]) -> Int[Array, "X"]:
+    return jnp.sum(at[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+
+
+def _rows(x: AnyArray, index: Array) -> Array:
+    """Reads rows of x; an index past the end reads the last row, which the caller masks."""
+    return jnp.asarray(x).at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+def _pages(
+    cache: Float[Array, "L P S n d"], layer: int, pages: Int[Array, "G M"]
+) -> Float[Array, "G n C d"]:
+    """Reads pages side by side; a PAD page reads page 0, which the caller masks."""
+    G, n, d = pages.shape[0], *cache.shape[3:]
+    rows = cache.at[layer, pages].get(mode="clip", wrap_negative_indices=False)
+    return rows.reshape(G, -1, n, d).swapaxes(1, 2)

@@ -1,6 +1,7 @@
-"""The command line: `python -m jspec generate` and `python -m jspec demo`."""
+"""The command line: `python -m jspec generate`, `bench-drafts` and `demo`."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jspec import measure, proposers, scheduling
+from jspec import measure, proposers, replay, scheduling
 from jspec.checkpoint import Model, load
 from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.demo.assets import cache_folder, fetch_smollm2
@@ -19,6 +20,7 @@ _EXAMPLES = """examples:
   python -m jspec generate --model path/to/folder --method ngram_gpu --num-drafts 3 \\
       --prompt "Repeat after me: one two three" --compare-plain
   python -m jspec generate --model model.gguf --method none --prompt "def add(" --raw --json
+  python -m jspec bench-drafts requests.jsonl
 """
 
 
@@ -73,6 +75,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare-plain", action="store_true", help="also decode without drafts, and compare")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
+    bench = commands.add_parser(
+        "bench-drafts", help="replay recorded requests through every drafter without weights"
+    )
+    bench.set_defaults(run=_bench_drafts)
+    add = bench.add_argument
+    add("file", help='JSON lines: {"prompt": [ids], "output": [ids], "segment": "chat"}')
+    add("--method", action="append", help="replay this one; may be given several times")
+    add("--num-drafts", type=int, default=5, metavar="K", help="drafts per step (default: 5)")
+    add("--min-n", type=int, default=2, help="shortest n-gram to look up (default: 2)")
+    add("--max-n", type=int, default=4, help="longest n-gram to look up (default: 4)")
+    add("--max-requests", type=int, default=8, help="requests at the same time (default: 8)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
     demo = commands.add_parser("demo", help="decode a demo suite with every n-gram drafter")
     demo.set_defaults(run=_demo)
     demo.add_argument("--max-tokens", type=int, default=64, help="tokens a prompt (default: 64)")
@@ -108,6 +123,80 @@ def _generate(arguments: argparse.Namespace) -> int:
         if value is not None:
             print(f"{name.replace('_', ' '):>24}  {_pretty(value)}")
     return 0
+
+
+def _bench_drafts(arguments: argparse.Namespace) -> int:
+    configs = {
+        method: _model_free_config(method, arguments)
+        for method in arguments.method or replay.model_free()
+    }
+    longest = max((r.num_tokens for r in replay.read_records(arguments.file)), default=0)
+    if not longest:
+        raise ValueError(f"{arguments.file} holds no request, wanted one a line.")
+    by_method = {
+        method: replay.replay(
+            replay.read_records(arguments.file),
+            config,
+            max_model_len=longest,
+            max_requests=arguments.max_requests,
+        )
+        for method, config in configs.items()
+    }
+    segments = next(iter(by_method.values()))
+    if arguments.json:
+        numbers = {name: _segment(name, by_method) for name in segments}
+        print(json.dumps({"device": jax.devices()[0].device_kind, "segments": numbers}))
+        return 0
+    for name in segments:
+        _print_segment(name, _segment(name, by_method))
+    return 0
+
+
+def _model_free_config(method: str, arguments: argparse.Namespace) -> Any:
+    """Builds a drafter's config from the options that it has."""
+    proposer = proposers.find(method)
+    if not proposer.model_free:
+        raise ValueError(
+            f"--method {method} needs weights; without are {', '.join(replay.model_free())}. "
+            "Run python -m jspec generate to measure it."
+        )
+    lookup = {"prompt_lookup_min": arguments.min_n, "prompt_lookup_max": arguments.max_n}
+    known = {field.name for field in dataclasses.fields(proposer.Config)}
+    options = {name: value for name, value in lookup.items() if name in known}
+    return proposer.Config(num_drafts=arguments.num_drafts, **options)
+
+
+def _segment(name: str, by_method: dict[str, dict[str, replay.Tally]]) -> dict[str, Any]:
+    """Gathers what every drafter earned in a segment."""
+    tallies = {method: segments[name] for method, segments in by_method.items()}
+    any_tally = next(iter(tallies.values()))
+    return {
+        "requests": any_tally.num_requests,
+        "tokens": any_tally.num_tokens,
+        "winner": replay.winner(tallies),
+        "drafters": {
+            method: {
+                "acceptance_length": tally.acceptance_length,
+                "acceptance_rate": tally.acceptance_rate,
+                "drafted_share": tally.drafted_share,
+                "draft_us_per_token": tally.draft_us_per_token,
+            }
+            for method, tally in tallies.items()
+        },
+    }
+
+
+def _print_segment(name: str, numbers: dict[str, Any]) -> None:
+    print(f"{name}: {numbers['requests']} requests, {numbers['tokens']} tokens after their first")
+    print(
+        f"  {'':14}{'tokens a step':>15}{'steps with drafts':>19}{'accepted':>10}{'us a token':>12}"
+    )
+    for method, row in numbers["drafters"].items():
+        print(
+            f"  {method:14}{row['acceptance_length']:15.2f}{row['drafted_share']:19.0%}"
+            f"{row['acceptance_rate']:10.0%}{row['draft_us_per_token']:12.1f}"
+        )
+    print(f"  winner: {numbers['winner'] or 'none, no draft was ever accepted'}\n")
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeAlias
 
 
 def check_at_least(owner: str, minimum: int, **fields: int) -> None:
@@ -74,21 +74,34 @@ class Buckets:
         return [(b, t) for b in self.requests for t in self.tokens if t >= b]
 
 
-RopeKind = Literal["default", "linear", "llama3"]
+RopeKind: TypeAlias = Literal["default", "linear", "llama3"]
+
+# Parameters of a rope in config.json that each kind needs, and our names for them.
+_ROPE_FIELDS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_max_len",
+    },
+}
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS["llama3"]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Frequencies of the rotary position embedding.
+    """Chooses the frequencies of the rotary position embedding.
 
     Attributes:
-      kind: "default"; "linear" divides positions by `factor`; "llama3" stretches the low
-        frequencies by `factor` and blends up to the high ones.
+      kind: "default"; "linear" divides positions by `factor`; "llama3" divides the low frequencies
+        by `factor`, keeps the high ones and blends in between.
       theta: base of the geometric series of frequencies.
       factor: how far the context is stretched.
-      low_freq_factor: wavelengths above `original_max_len` over this are stretched (llama3).
-      high_freq_factor: wavelengths below `original_max_len` over this are kept (llama3).
-      original_max_len: context length before stretching, in tokens (llama3).
+      low_freq_factor: frequencies that turn less often than this in the original context are low.
+      high_freq_factor: those that turn more often than this are high.
+      original_max_len: the context before stretching, in tokens.
     """
 
     kind: RopeKind = "default"
@@ -98,65 +111,67 @@ class RopeConfig:
     high_freq_factor: float = 1.0
     original_max_len: int = 0
 
+    def __post_init__(self):
+        for name in ("theta", "factor"):
+            if getattr(self, name) <= 0:
+                raise ValueError(
+                    f"RopeConfig: {name} is {getattr(self, name)!r}, wanted a number above 0."
+                )
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads `rope_parameters`, or `rope_theta` with `rope_scaling`, of a config.json.
 
         Raises:
-          ValueError: an unknown kind, or a parameter that the kind needs is missing.
+          ValueError: an unknown kind or parameter, or one that the kind needs is missing.
         """
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in get_args(RopeKind):
+        if kind not in _ROPE_FIELDS:
             raise ValueError(
                 f"RopeConfig: rope type {kind!r} is not supported, wanted one of "
-                f"{', '.join(get_args(RopeKind))}. Its parameters: {dict(rope)}."
+                f"{', '.join(_ROPE_FIELDS)}. Its parameters are {dict(rope)}."
+            )
+        unknown = sorted(rope.keys() - _ROPE_KEYS)
+        if unknown:
+            raise ValueError(
+                f"RopeConfig: parameters {unknown} are not supported, wanted some of "
+                f"{sorted(_ROPE_KEYS)}. One set of parameters must serve all layers."
             )
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
-                f"RopeConfig: partial_rotary_factor is {rope['partial_rotary_factor']!r}; only "
-                "rotation of the whole head (1.0) is supported."
+                f"RopeConfig: partial_rotary_factor is {rope['partial_rotary_factor']!r}, wanted "
+                "1.0: only whole heads are rotated."
+            )
+        missing = [key for key in _ROPE_FIELDS[kind] if rope.get(key) is None]
+        if missing:
+            raise ValueError(
+                f"RopeConfig: rope type {kind!r} needs {missing}, and the config has only "
+                f"{sorted(rope)}. Add them to rope_parameters (or rope_scaling)."
             )
         theta = rope.get("rope_theta", config.get("rope_theta"))
-        fields: dict[str, Any] = {"kind": kind, "theta": 10000.0 if theta is None else float(theta)}
-        wanted = {
-            "default": {},
-            "linear": {"factor": "factor"},
-            "llama3": {
-                "factor": "factor",
-                "low_freq_factor": "low_freq_factor",
-                "high_freq_factor": "high_freq_factor",
-                "original_max_len": "original_max_position_embeddings",
-            },
-        }[kind]
-        for name, key in wanted.items():
-            if key not in rope:
-                raise ValueError(
-                    f"RopeConfig: rope type {kind!r} needs {key!r}, and the config has only "
-                    f"{sorted(rope)}. Add it to rope_parameters (or rope_scaling)."
-                )
-            fields[name] = rope[key]
-        return cls(**fields)
+        fields = {name: rope[key] for key, name in _ROPE_FIELDS[kind].items()}
+        return cls(kind=kind, theta=cls.theta if theta is None else float(theta), **fields)
 
 
-# Options of config.json that change the mathematics and that we do not implement, with the
-# values that leave it unchanged.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+# Options of config.json that we do not implement, and the values that leave a model unchanged.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "hidden_act": (None, "silu"),
+    "logit_scale": (None, 1.0),
     "mlp_bias": (None, False),
     "partial_rotary_factor": (None, 1.0),
     "quantization_config": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "logit_scale": (None, 1.0),
     "rope_interleaved": (None, False),
 }
-
-_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a Llama-family decoder: Llama, SmolLM2, Qwen2, Qwen3.
+    """Shapes a decoder of the Llama family: Llama, SmolLM2, Qwen2, Qwen3.
 
     Attributes:
       vocab_size: rows of the embedding and of the head (V).
@@ -164,20 +179,19 @@ class ModelConfig:
       intermediate_size: width of the MLP.
       num_layers: decoder layers (L).
       num_heads: query heads (N).
-      num_kv_heads: key/value heads (n); a divisor of `num_heads`.
-      head_dim: size of one head (d).
+      num_kv_heads: key/value heads (n), a divisor of `num_heads`.
+      head_dim: size of one head (d), even.
       rms_norm_eps: added to the mean square in every RMSNorm.
       rope: rotary position embedding.
       tie_embeddings: the head is the embedding.
       qkv_bias: query, key and value projections have a bias.
       o_bias: the output projection of attention has a bias.
-      qk_norm: RMSNorm on each query and key head, before rotation.
+      qk_norm: each query and key head is normed before rotation.
       max_positions: longest context that the model was made for, in tokens.
       eos_token_ids: tokens that end a text.
 
-    Example:
-      >>> ModelConfig.tiny().num_layers
-      2
+    Raises:
+      ValueError: a size is below 1, or heads do not divide.
     """
 
     vocab_size: int
@@ -196,8 +210,32 @@ class ModelConfig:
     max_positions: int = 8192
     eos_token_ids: tuple[int, ...] = ()
 
+    def __post_init__(self):
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        sizes += ("num_kv_heads", "head_dim", "max_positions")
+        check_at_least("ModelConfig", 1, **{name: getattr(self, name) for name in sizes})
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"ModelConfig: num_kv_heads is {self.num_kv_heads}, wanted a divisor of num_heads "
+                f"= {self.num_heads}: each key/value head serves equally many query heads."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"ModelConfig: head_dim is {self.head_dim}, wanted an even number: rotation pairs "
+                "the lanes of a head."
+            )
+
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | PathLike[str]) -> Self:
+        """Reads a Hugging Face config.json.
+
+        Args:
+          source: its content, its path, or the folder that it lies in.
+
+        Raises:
+          ValueError: the model type, the kind of rope or an option is not supported, or a size is
+            missing.
+        """
         config = _read_hf(source)
         model_type = config.get("model_type")
         if model_type not in _MODEL_TYPES:
@@ -205,42 +243,49 @@ class ModelConfig:
                 f"ModelConfig: model_type {model_type!r} is not supported, wanted one of "
                 f"{', '.join(_MODEL_TYPES)}."
             )
-        for key, neutral in _UNSUPPORTED.items():
-            if config.get(key) not in neutral:
-                raise ValueError(f"ModelConfig: {key} is {config[key]!r}, wanted {neutral[-1]!r}.")
-        heads = config["num_attention_heads"]
-        attention_bias = bool(config.get("attention_bias", False))
+        _refuse_unsupported(config)
+        heads = _required(config, "num_attention_heads")
+        hidden_size = _required(config, "hidden_size")
+        attention_bias = bool(config.get("attention_bias"))
         eos = config.get("eos_token_id")
+        optional = {"rms_norm_eps": "rms_norm_eps", "max_position_embeddings": "max_positions"}
         return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
+            vocab_size=_required(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_required(config, "intermediate_size"),
+            num_layers=_required(config, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            head_dim=config.get("head_dim") or hidden_size // heads,
             rope=RopeConfig.from_hf(config),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_embeddings=bool(config.get("tie_word_embeddings")),
             qkv_bias=config.get("qkv_bias", attention_bias or model_type == "qwen2"),
             o_bias=attention_bias and model_type != "qwen2",
             qk_norm=model_type == "qwen3",
-            max_positions=config.get("max_position_embeddings", 8192),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            **{name: config[key] for key, name in optional.items() if key in config},
         )
 
     @classmethod
     def tiny(cls, **changes: Any) -> Self:
-        """Makes a model that tests can afford: two layers of width 32."""
-        sizes: dict[str, Any] = dict(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-        )
+        """Makes a model that tests can afford: two layers of width 32.
+
+        Args:
+          **changes: fields that differ.
+
+        Example:
+          >>> ModelConfig.tiny(num_layers=3).num_layers
+          3
+        """
+        sizes: dict[str, Any] = {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+        }
         return cls(**sizes | changes)
 
 
@@ -248,6 +293,39 @@ def _read_hf(source: Mapping[str, Any] | str | PathLike[str]) -> Mapping[str, An
     if isinstance(source, Mapping):
         return source
     path = Path(source)
-    if path.is_dir():
-        path /= "config.json"
-    return json.loads(path.read_text())
+    return json.loads((path / "config.json" if path.is_dir() else path).read_text())
+
+
+def _required(config: Mapping[str, Any], key: str) -> Any:
+    if config.get(key) is None:
+        raise ValueError(f"ModelConfig: {key!r} is missing. Add it to the model's config.json.")
+    return config[key]
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    for key, neutral in _NEUTRAL.items():
+        if config.get(key) not in neutral:
+            raise ValueError(
+                f"ModelConfig: {key} is {config[key]!r}, which is not supported, wanted "
+                f"{neutral[-1]!r}."
+            )
+    if _slides(config):
+        raise ValueError(
+            "ModelConfig: some layers use a sliding window "
+            f"(sliding_window {config.get('sliding_window')!r}, layer_types "
+            f"{config.get('layer_types')!r}), wanted full attention in every layer."
+        )
+
+
+def _slides(config: Mapping[str, Any]) -> bool:
+    """Whether a layer has a sliding window: by `layer_types`, else by the older options."""
+    if config.get("layer_types") is not None:
+        return any(kind != "full_attention" for kind in config["layer_types"])
+    # Qwen states a window size even where it is switched off, and then only late layers have one.
+    switched_on = config.get("use_sliding_window", config["model_type"] == "llama")
+    first = config.get("max_window_layers", 0)
+    return (
+        switched_on
+        and config.get("sliding_window") is not None
+        and first < _required(config, "num_hidden_layers")
+    )

@@ -48,7 +48,8 @@ def summary(method: str, num_drafts: int, report: Report, plain: Report | None =
     }
     if plain is not None:
         result["plain_tokens_per_second"] = plain.tokens_per_second
-        result["speedup"] = report.tokens_per_second / plain.tokens_per_second
+        if plain.tokens_per_second:  # 0.0 where every prompt ended with its first token
+            result["speedup"] = report.tokens_per_second / plain.tokens_per_second
         result["identical_to_plain"] = identical(report, plain)
     return result
 

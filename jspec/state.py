@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, TypeAlias, TypeVar, dataclass_transform, no_type_check
 
 import jax
 from jaxtyping import Bool, Float, Int
@@ -26,8 +26,13 @@ def static(**kwargs) -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def pytree(cls: type[_T]) -> type[_T]:
-    """Makes a class a frozen, keyword-only dataclass that JAX can flatten."""
-    return jax.tree_util.register_dataclass(dataclass(frozen=True, kw_only=True)(cls))
+    """Makes a class a frozen, keyword-only dataclass that JAX can flatten.
+
+    Its annotations are left alone by run-time type checkers: JAX rebuilds pytrees around
+    placeholders that are no arrays.
+    """
+    frozen = dataclass(frozen=True, kw_only=True)(no_type_check(cls))
+    return jax.tree_util.register_dataclass(frozen)
 
 
 @pytree

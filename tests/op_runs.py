@@ -25,13 +25,13 @@ def compiled(op, road: str, static: tuple):
     return jax.jit(functools.partial(op, impl=impl, **dict(static)))
 
 
-def run(op, road: str, *arrays, **static):
-    """Calls an op with int32 or bool arrays (lists are converted), and returns numpy.
+def run(op, road: str, *arrays, eager: bool = False, **static):
+    """Calls an op under jit with int32 or bool arrays (lists are converted); numpy comes back.
 
-    Plain JAX runs eagerly, where another vocabulary or model length compiles nothing anew.
+    With `eager`, plain JAX runs outside of jit, where other static values compile nothing anew.
     """
     args = [to_array(x) for x in arrays]
-    if road == "xla":
+    if eager and road == "xla":
         return jax.tree.map(np.asarray, op(*args, **static, impl="xla"))
     on_gpu = road in ("triton", "mosaic")
     with _backend.use_lowering(road) if on_gpu else contextlib.nullcontext():
@@ -57,10 +57,10 @@ def assert_same(got, want) -> None:
         np.testing.assert_array_equal(x, np.asarray(y).reshape(x.shape), err_msg=str(name))
 
 
-def recorded(family: str) -> list:
+def recorded(family: str, *, few_for_kernels: bool = True) -> list:
     """Reads a golden file as parameters (road, inputs, outputs, scalars), with the cases' names.
 
-    A kernel compiles anew for each case, so it gets the adversarial ones and a tenth of the rest.
+    Where each case compiles a kernel anew, kernels get the adversarial ones and a tenth of the rest.
     """
     data = np.load(Path(__file__).parent / "golden" / f"{family}.npz")
     cases = []
@@ -73,7 +73,8 @@ def recorded(family: str) -> list:
                 parts[kind][field] = data[key]
         for road in ROADS:
             road, marks = (road, ()) if isinstance(road, str) else (road.values[0], road.marks)
-            if road == "xla" or not str(name).startswith("rand") or i % 10 == 0:
+            random = few_for_kernels and str(name).startswith("rand")
+            if road == "xla" or not random or i % 10 == 0:
                 case = (road, parts["in"], parts["out"], json.loads(str(scalars)))
                 cases.append(pytest.param(*case, id=f"{road}-{name}", marks=marks))
     return cases

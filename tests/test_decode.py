@@ -54,7 +54,7 @@ def test_speculation_equals_plain_decoding(model, prompts, plain, name, num_draf
         model, prompts, config, max_tokens=NUM_TOKENS, max_requests=max_requests, stop_ids=()
     )
     assert report.generations == plain.generations
-    assert report.stats.num_accepted_tokens > 100  # it did speculate
+    assert report.stats.num_accepted_tokens > 50  # it did speculate
     assert report.num_tokens == len(prompts) * NUM_TOKENS
 
 
@@ -62,10 +62,11 @@ def test_speculation_equals_plain_decoding(model, prompts, plain, name, num_draf
 def test_stop_tokens_and_few_pages_change_when_requests_run_but_not_what_they_say(
     model, prompts, plain, name
 ):
-    stop = plain.generations[0].tokens[9]
+    texts = [generation.tokens for generation in plain.generations]
+    stop = next(t for t in texts[0][4:] if any(t not in text for text in texts))
     wanted = jspec.generate_plain(model, prompts, max_tokens=NUM_TOKENS, stop_ids=[stop])
     assert {g.reason for g in wanted.generations} == {"stop", "length"}
-    assert wanted.generations[0].tokens[-1] == stop and len(wanted.generations[0].tokens) <= 10
+    assert wanted.generations[0].tokens == texts[0][: texts[0].index(stop) + 1]
     cache = jspec.CacheConfig(num_pages=20, page_size=8, max_model_len=128, dtype="float32")
     config = REGISTRY[name].Config(num_drafts=4, **LOOKUP)
     report = jspec.generate(

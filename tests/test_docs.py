@@ -1,16 +1,27 @@
-"""What the README shows is what happens."""
+"""What the documents show is what happens."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_readme_example_prints_what_it_says(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
-    (wanted,) = re.findall(r"print\(.*?\) +# (.*)", code)
-    assert capsys.readouterr().out.strip() == wanted
+def blocks(page: Path) -> list[str]:
+    """Lists the Python examples of a page."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+def test_the_examples_of_a_page_run(page, capsys):
+    names = {"__name__": "example"}
+    for code in blocks(page):
+        exec(compile(code, page.name, "exec"), names)
+        printed = capsys.readouterr().out
+        for wanted in re.findall(r"^print\(.*?\) +# (.*)$", code, re.MULTILINE):
+            assert wanted in printed
 
 
 def test_every_registered_method_is_in_the_readme():
@@ -18,3 +29,8 @@ def test_every_registered_method_is_in_the_readme():
 
     readme = (ROOT / "README.md").read_text()
     assert all(f"`{name}`" in readme for name in REGISTRY)
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert all(f" {page.name}\n" in navigation for page in PAGES[1:])

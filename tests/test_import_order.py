@@ -9,20 +9,20 @@ ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("axes",),
     ("config", "state", "pallas"),
-    ("cache", "bookkeeping", "metadata", "verify", "metrics"),
+    ("cache", "metadata", "verify", "metrics"),
     ("models", "checkpoint"),
     ("proposers",),
     ("api",),
     ("scheduling",),
     ("decode",),
-    ("measure",),
+    ("measure", "replay"),
     ("demo",),
     ("cli",),
     ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Within a level a few imports have an order of their own.
-BESIDE = {("state", "config"), ("metadata", "bookkeeping"), ("checkpoint", "models")}
+BESIDE = {("state", "config"), ("checkpoint", "models")}
 FILES = sorted((ROOT / "jspec").rglob("*.py"))
 
 

@@ -173,25 +173,6 @@ def test_the_matcher_runs_under_vmap_and_scan(rng):
     assert_equal(flat(scanned), wanted)
 
 
-@pytest.mark.parametrize(
-    "shape, changes, words",
-    [
-        ((8,), {}, r"token_ids.*\(8,\).*\[B, S\]"),
-        ((2, 0), {}, r"token_ids.*\(2, 0\)"),
-        ((2, 8), dict(num_drafts=0), "num_drafts.*0"),
-        ((2, 8), dict(min_n=0), "min_n.*0"),
-        ((2, 8), dict(min_n=4), "min_n.*4.*max_n"),
-        ((1, 50_000), dict(max_n=50_000), "max_n.*50000.*Lower"),
-    ],
-)
-def test_sizes_that_cannot_work_are_refused_by_name(shape, changes, words):
-    kwargs = {**dict(min_n=1, max_n=3, num_drafts=3), **changes}
-    with pytest.raises(ValueError, match=words):
-        ngram_gpu.ngram_match(
-            np.zeros(shape, np.int32), np.ones(1, np.int32), np.ones(1, bool), **kwargs
-        )
-
-
 # The bookkeeping ops.
 
 

@@ -35,7 +35,7 @@ def test_every_recorded_case_comes_out_exactly(road, given, want, scalars):
     sizes = dict(page_size=scalars["block_size"], max_model_len=scalars["max_model_len"])
     for step in range(scalars["steps"] or 1):
         positions, slots, seq_lens = run(
-            eagle_step, road, positions, table, seq_lens, num_rows=48, **sizes
+            eagle_step, road, positions, table, seq_lens, num_rows=48, **sizes, eager=True
         )
         now = {name: x[step] if scalars["steps"] else x for name, x in want.items()}
         np.testing.assert_array_equal(positions[:B], now["clamped_positions"])
@@ -53,7 +53,7 @@ def test_slot_0_is_a_slot_like_any_other(road):
 
 
 @pytest.mark.parametrize("road", ROADS)
-@pytest.mark.parametrize("B,M,num_rows", [(1, 1, 1), (3, 5, 3), (5, 2, 8), (130, 7, 200)])
+@pytest.mark.parametrize("B,M,num_rows", [(1, 1, 1), (5, 2, 8), (130, 7, 200)])
 def test_any_size_matches_the_loop(road, B, M, num_rows, rng):
     args = draw(rng, B, M)
     want = ops.eagle_step(*args, **SIZES, num_rows=num_rows)

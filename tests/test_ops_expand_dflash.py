@@ -86,8 +86,9 @@ def test_without_rejected_counts_nothing_was_rejected(road, rng):
 
 
 @pytest.mark.parametrize("road", ROADS)
-@pytest.mark.parametrize("max_model_len", [None, 18])
-@pytest.mark.parametrize("B,T,M", [(1, 1, 1), (5, 31, 4), (130, 800, 9)])
+@pytest.mark.parametrize(
+    "B,T,M,max_model_len", [(1, 1, 1, None), (5, 31, 4, 18), (130, 800, 9, None)]
+)
 def test_any_size_matches_the_loop(road, B, T, M, max_model_len, rng):
     args, static = draw(rng, B, T, M), STATIC | {"max_model_len": max_model_len}
     assert_same(run(expand_dflash, road, *args, **static), ops.expand_dflash(*args, **static))

@@ -31,6 +31,7 @@ def test_every_recorded_case_comes_out_exactly(road, given, want, scalars):
         padded(given["discard_request_mask"], 16, value=True),
         padded(given["backup_next_token_ids"], 16),
         vocab_size=scalars["vocab_size"],
+        eager=True,
     )
     np.testing.assert_array_equal(token[:B], want["next_token_ids"])
     np.testing.assert_array_equal(num_valid[:B], want["valid_sampled_tokens_count"])

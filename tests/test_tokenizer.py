@@ -132,6 +132,14 @@ def test_an_unknown_tokenizer_lists_the_known_ones(more):
         gguf_tokenizer_json(metadata() | {f"tokenizer.ggml.{k}": v for k, v in more.items()})
 
 
+@pytest.mark.parametrize("key", ["tokens", "merges"])
+def test_an_incomplete_vocabulary_is_refused(key):
+    incomplete = metadata()
+    del incomplete[f"tokenizer.ggml.{key}"]
+    with pytest.raises(ValueError, match="wanted a type for each token and at least one merge"):
+        gguf_tokenizer_json(incomplete)
+
+
 def test_a_file_without_a_tokenizer_has_none():
     assert gguf_tokenizer_json({}) is None
 

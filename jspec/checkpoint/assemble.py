@@ -14,11 +14,12 @@ from jspec.state import Params
 def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.ndarray]]) -> Params:
     """Fills params with a checkpoint's tensors, fusing on the way.
 
-    Tensors are copied one at a time into host leaves; nothing goes to a device before all names and
-    shapes are known to fit, and each host leaf is dropped when its device copy exists.
+    Tensors are copied one at a time into host leaves. Nothing goes to a device before all names and
+    shapes are known to fit; then leaf after leaf moves there, so the peak is the params' own size
+    and one tensor.
 
     Args:
-      template: shapes and dtypes of the params, `abstract_params`.
+      template: shapes and dtypes of the params, see `abstract_params` of a model.
       rules: where each tensor goes.
       tensors: (name, array) pairs in any order; `rotary_emb.inv_freq` is skipped.
 
@@ -26,60 +27,52 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
       The params on the default device, in the template's dtypes.
 
     Raises:
-      ValueError: tensors are missing, unknown, repeated or of a wrong shape: all are listed.
+      ValueError: tensors are missing, unknown, repeated or of a wrong shape; all are listed.
     """
-    shapes = {path: leaf for path, leaf in _flatten(template)}
+    shapes = {_keys(path): leaf for path, leaf in jax.tree.leaves_with_path(template)}
     wanted = {name: place for name, place in rules.items() if place is not None}
     leaves: dict[tuple[str, ...], np.ndarray] = {}
     problems: list[str] = []
     seen: set[str] = set()
     for name, tensor in tensors:
-        if "rotary_emb.inv_freq" in name or (name in rules and rules[name] is None):
-            continue
         place = wanted.get(name)
-        if place is None or name in seen:
-            kind = "unknown" if place is None else "repeated"
-            problems.append(f"{kind}: {name} {list(tensor.shape)}")
+        if place is None:
+            if name not in rules and "rotary_emb.inv_freq" not in name:
+                problems.append(f"unknown: {name} {list(tensor.shape)}")
             continue
+        if name in seen:
+            problems.append(f"repeated: {name} {list(tensor.shape)}")
         seen.add(name)
         leaf = shapes[place.path]
         shape = _tensor_shape(leaf.shape, place)
         if tensor.shape != shape:
             problems.append(f"wrong shape: {name} {list(tensor.shape)}, wanted {list(shape)}")
-        if problems:
-            continue  # the rest is read for its names and shapes only
+        if problems:  # go on for the names and shapes only
+            continue
         if place.path not in leaves:
             leaves[place.path] = np.empty(leaf.shape, leaf.dtype)
-        target = leaves[place.path]
-        if place.columns:
-            target = target[..., slice(*place.columns)]
-        _copy(target, tensor.T if place.transpose else tensor)
-    for name, place in wanted.items():
-        if name not in seen:
-            shape = _tensor_shape(shapes[place.path].shape, place)
-            problems.append(f"missing: {name} {list(shape)}")
+        start, end = place.columns or (0, leaf.shape[-1])
+        leaves[place.path][..., start:end] = tensor.T if place.transpose else tensor
+    problems += [
+        f"missing: {name} {list(_tensor_shape(shapes[place.path].shape, place))}"
+        for name, place in wanted.items()
+        if name not in seen
+    ]
     if problems:
         raise ValueError(
-            "The checkpoint does not fit its config.json:\n  " + "\n  ".join(problems) + "\n"
+            "the checkpoint's tensors do not fit its config:\n  " + "\n  ".join(problems) + "\n"
             "Take weights and config.json from the same model."
         )
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jnp.asarray(leaves.pop(tuple(key.key for key in path))), template
-    )
+    return jax.tree.map_with_path(lambda path, _: jnp.asarray(leaves.pop(_keys(path))), template)
 
 
-def _flatten(template: Params) -> list[tuple[tuple[str, ...], Any]]:
-    return [
-        (tuple(key.key for key in path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(template)
-    ]
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(entry.key for entry in path)
 
 
 def _tensor_shape(leaf_shape: tuple[int, ...], place: Place) -> tuple[int, ...]:
+    """Returns the shape that a place wants a checkpoint tensor to have."""
     if place.columns:
-        leaf_shape = (*leaf_shape[:-1], place.columns[1] - place.columns[0])
+        start, end = place.columns
+        leaf_shape = (*leaf_shape[:-1], end - start)
     return leaf_shape[::-1] if place.transpose else leaf_shape
-
-
-def _copy(target: np.ndarray, source: np.ndarray) -> None:
-    target[...] = source

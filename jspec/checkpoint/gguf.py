@@ -87,7 +87,7 @@ def read_gguf(path: str | Path) -> Checkpoint:
 
 def _config(file: GgufFile) -> dict[str, Any]:
     """Writes the Hugging Face config.json that the metadata stands for."""
-    arch = file.metadata.get("general.architecture")
+    arch = file.get("general.architecture", str)
     if arch not in _ARCHITECTURES:
         raise ValueError(
             f"{file.path}: architecture {arch!r} is not supported, wanted one of "

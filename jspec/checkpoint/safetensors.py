@@ -1,8 +1,8 @@
-"""Reads Hugging Face model folders: config.json, safetensors shards, tokenizer.json.
+"""Hugging Face model folders: config.json, safetensors shards, tokenizer.json.
 
-The safetensors format: an 8-byte little-endian header length, a JSON header with the dtype, shape
-and byte range of each tensor, then the data. Tensors are memory-mapped one by one, so a
-consumer that drops each before taking the next holds a single tensor's pages.
+A safetensors file is an 8-byte little-endian length, a JSON header of that length with the dtype,
+shape and byte range of each tensor, then the data. We map tensor by tensor, where the safetensors
+package maps whole files: pages of tensors that are done with do not stay in memory.
 """
 
 import json
@@ -47,8 +47,7 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
     """
     folder = Path(path)
     config = _read_json(folder / "config.json")
-    files = _weight_files(folder)
-    headers = {file: _read_header(file) for file in files}
+    headers = {file: _read_header(file) for file in _weight_files(folder)}
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         for file, header in headers.items():
@@ -81,9 +80,11 @@ def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is no JSON ({error}). Fetch the file again.") from error
+        raise ValueError(f"{file} is not JSON ({error}). Fetch the file again.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}, wanted a JSON object.")
+        raise ValueError(
+            f"{file} holds a {type(content).__name__}, wanted an object. Fetch the file again."
+        )
     return content
 
 
@@ -98,12 +99,14 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder} has neither model.safetensors nor model.safetensors.index.json, only: "
             f"{found}. Save the model in safetensors form (save_pretrained does)."
         )
-    files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map (tensor -> shard). Fetch the file again.")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{index} lists shards that are not there: {', '.join(missing)}. Fetch them into "
-            f"{folder}."
+            f"{index} lists shards that are not there: {', '.join(missing)}. Fetch them, too."
         )
     return files
 
@@ -122,7 +125,9 @@ def _read_header(file: Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]
     try:
         entries = json.loads(header)
     except ValueError as error:
-        raise ValueError(f"{file} is no safetensors file: its header is no JSON.") from error
+        raise ValueError(
+            f"{file} is no safetensors file: its header is not JSON. Fetch the file again."
+        ) from error
     entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in entries.items():
@@ -157,9 +162,8 @@ def _chat_template(folder: Path) -> str | None:
     template = _read_text(folder / "chat_template.jinja")
     if template is None:
         template = _read_json(folder / "tokenizer_config.json", optional=True).get("chat_template")
-    if isinstance(template, list):  # several named ones
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
 
 

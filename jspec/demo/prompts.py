@@ -5,7 +5,6 @@ SmolLM2-135M follows instructions badly: compare speed and sameness of tokens, n
 
 import calendar
 import colorsys
-import glob
 import gzip
 import html
 import inspect
@@ -19,20 +18,23 @@ from typing import Literal
 
 from jspec.demo import assets
 
-# Short functions in plain Python that hardly change between Python versions.
-_FUNCTIONS = (
-    colorsys.rgb_to_hls,
-    colorsys.rgb_to_yiq,
-    shlex.join,
-    calendar.leapdays,
-    textwrap.indent,
-    string.capwords,
-    html.escape,
-    glob.escape,
+# Short functions in plain Python that hardly change between Python versions; which task each gets
+# is what SmolLM2 copes with: it repeats most of the code.
+_RENAME = "Rename the function `{name}` to `my_{name}` and print the whole code again:"
+_COPY = "Print the whole code again:"
+_EDITS = (
+    (_RENAME, textwrap.shorten),
+    (_COPY, colorsys.rgb_to_yiq),
+    (_RENAME, calendar.leapdays),
+    (_COPY, html.escape),
+    (_RENAME, shlex.join),
+    (_COPY, textwrap.indent),
+    (_RENAME, string.capwords),
+    (_COPY, colorsys.rgb_to_hsv),
 )
 
 _QUESTIONS = {
-    "photosynthesis": "Explain photosynthesis to a ten-year-old child.",
+    "photosynthesis": "What is photosynthesis, and why do plants need it?",
     "capital": "What is the capital of France, and what is it known for?",
     "story": "Write a short story about a lighthouse keeper and a whale.",
     "sorting": "How does binary search work, and when is it better than a linear search?",
@@ -69,13 +71,18 @@ def demo_prompts(cache_dir: str | Path | None = None, *, progress: bool = True) 
     Raises:
       RuntimeError, ValueError: HumanEval could not be fetched; see `assets.fetch`.
     """
-    problems = humaneval_prompts(len(_FUNCTIONS), cache_dir, progress=progress)
+    problems = humaneval_prompts(len(_EDITS), cache_dir, progress=progress)
     return [*copy_prompts(), *problems, *chat_prompts()]
 
 
 def copy_prompts() -> list[Prompt]:
-    """Asks to rename a function of the standard library: the answer repeats nearly all of it."""
-    return [_rename(function) for function in _FUNCTIONS]
+    """Asks for functions of the standard library again, some under another name."""
+    prompts = []
+    for task, function in _EDITS:
+        name = f"{function.__module__}.{function.__name__}"
+        question = task.format(name=function.__name__)
+        prompts.append(Prompt("copy", name, f"{question}\n\n{_fence(inspect.getsource(function))}"))
+    return prompts
 
 
 def humaneval_prompts(
@@ -93,7 +100,7 @@ def humaneval_prompts(
         Prompt(
             "humaneval",
             problem["task_id"],
-            f"Complete this function:\n\n```python\n{problem['prompt'].strip()}\n```",
+            f"Complete this function:\n\n{_fence(problem['prompt'])}",
         )
         for problem in short[:n]
     ]
@@ -104,10 +111,5 @@ def chat_prompts() -> list[Prompt]:
     return [Prompt("chat", name, text) for name, text in _QUESTIONS.items()]
 
 
-def _rename(function) -> Prompt:
-    name, source = function.__name__, inspect.getsource(function)
-    text = (
-        f"Rename the function `{name}` to `my_{name}` and print the whole code again:\n\n"
-        f"```python\n{source}```"
-    )
-    return Prompt("copy", f"{function.__module__}.{name}", text)
+def _fence(code: str) -> str:
+    return f"```python\n{code.strip()}\n```"

@@ -1,6 +1,8 @@
-"""Building blocks of decoder models: norm, rotation, attention, MLP.
+"""Building blocks of decoder models: norm, rotary embedding, attention, MLP, and their weights.
 
-Weights of a projection are [in, out]: a product of few rows reads them in memory order.
+Weights are leaves of a nested dict. Projections are [in, out]: products of few rows, which drafting
+and verification are made of, run faster on a CPU that way. Queries, keys and values lie side by
+side in one leaf, gate and up too. `rules` of a block says where checkpoint tensors go.
 """
 
 import math
@@ -10,12 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec import cache as kv
+from jspec.axes import AnyArray
 from jspec.cache import KVCache
 from jspec.config import ModelConfig, RopeConfig
 from jspec.state import PagedView
+
+Rope: TypeAlias = tuple[Float[Array, "T half"], Float[Array, "T half"]]
+"""Cosine and sine of each row's rotation angles, float32; `half` is half a head."""
 
 
 class Place(NamedTuple):
@@ -23,7 +30,7 @@ class Place(NamedTuple):
 
     Attributes:
       path: keys of the leaf in the params.
-      columns: first and last + 1 column of a fused leaf that the tensor fills; None = all.
+      columns: first and end column of a fused leaf that the tensor fills; None = all of them.
       transpose: the leaf is [in, out], the tensor [out, in].
     """
 
@@ -36,18 +43,24 @@ Rules: TypeAlias = dict[str, Place | None]
 """Checkpoint tensor name -> its place; None = may be there and is not read."""
 
 
-def fused_rules(name: str, path: tuple[str, ...], sizes: dict[str, int], *, bias: bool) -> Rules:
-    """Places tensors side by side in one projection.
+def projection_rules(
+    name: str, path: tuple[str, ...], parts: dict[str, int], *, bias: bool = False
+) -> Rules:
+    """Places the tensors of a projection side by side in one leaf.
 
     Args:
-      name: tensor name with `{}` for the part, "model.layers.0.mlp.{}_proj".
-      path: keys of the weight; the bias has the same with "_bias" appended.
-      sizes: part -> its columns, in order.
+      name: tensor name without ".weight", `{}` for the part: "model.layers.0.mlp.{}_proj".
+      path: keys of the leaf; the bias has a leaf beside it with "_bias" appended.
+      parts: part -> its columns, in their order.
       bias: whether the parts have one.
+
+    Example:
+      >>> projection_rules("mlp.{}_proj", ("gate_up",), {"gate": 8, "up": 8})["mlp.up_proj.weight"]
+      Place(path=('gate_up',), columns=(8, 16), transpose=True)
     """
     rules: Rules = {}
     start = 0
-    for part, size in sizes.items():
+    for part, size in parts.items():
         columns = (start, start := start + size)
         rules[f"{name.format(part)}.weight"] = Place(path, columns, transpose=True)
         if bias:
@@ -56,55 +69,67 @@ def fused_rules(name: str, path: tuple[str, ...], sizes: dict[str, int], *, bias
 
 
 class RMSNorm(nnx.Module):
-    """Scales each vector to unit mean square, then by a learned weight."""
+    """Scales vectors to unit mean square, then by a learned weight; statistics in float32."""
 
-    def __init__(self, size: int, eps: float, dtype):
+    def __init__(self, size: int, eps: float, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones(size, dtype))
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        weight = jnp.expand_dims(self.weight[...], range(x.ndim - 1))
         return (wide * scale).astype(x.dtype) * weight
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Returns the angle that each pair of lanes turns per position, float32 [head_dim / 2]."""
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "half"]:
+    """Returns the angle by which each pair of lanes turns per position, in radians, float32.
+
+    Source: RoFormer (arXiv 2104.09864) section 3.2; Llama 3.1's stretching of low frequencies.
+    """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inverse = (np.float32(1) / np.float32(rope.theta) ** exponent).astype(np.float32)
+    inverse = np.float32(1) / np.float32(rope.theta) ** exponent
     if rope.kind == "linear":
         return inverse / np.float32(rope.factor)
     if rope.kind == "llama3":
-        low, high, length = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_len
-        wavelength = 2 * math.pi / inverse
-        blend = (length / wavelength - low) / (high - low) if high != low else 0 * inverse
-        keep = np.where(
-            wavelength < length / high, 1, np.where(wavelength > length / low, 0, blend)
-        )
-        return (keep * inverse + (1 - keep) * inverse / rope.factor).astype(np.float32)
-    return inverse
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        turns = rope.original_max_len * inverse / (2 * math.pi)  # over the original context
+        between = (turns - low) / (high - low) if high != low else np.zeros_like(turns)
+        kept = np.select([turns > high, turns < low], [1.0, 0.0], between)
+        inverse = kept * inverse + (1 - kept) * inverse / rope.factor
+    return inverse.astype(np.float32)
 
 
-def rope_table(
-    rope: RopeConfig, head_dim: int, positions: Int[Array, "T"]
-) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
-    """Returns cosine and sine of each position's angles, float32."""
-    angle = positions.astype(jnp.float32)[:, None] * rope_frequencies(rope, head_dim)[None]
+def rope_table(rope: RopeConfig, head_dim: int, positions: Int[AnyArray, "T"]) -> Rope:
+    """Returns cosine and sine of each position's angles: once a pass, for all layers.
+
+    Args:
+      rope: frequencies.
+      head_dim: size of one head (d).
+      positions: place of each row in its request.
+    """
+    at = jnp.asarray(positions).astype(jnp.float32)[:, None]
+    angle = at * rope_frequencies(rope, head_dim)[None]  # [T, 1] * [1, half]
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x: Float[Array, "T heads d"], cos: Array, sin: Array) -> Float[Array, "T heads d"]:
-    """Rotates lane i with lane i + d / 2 (the "rotate half" form)."""
+def rotate(x: Float[Array, "T heads d"], rope: Rope) -> Float[Array, "T heads d"]:
+    """Rotates lane i of each head together with lane i + d / 2 (the "rotate half" form)."""
+    cos, sin = (table[:, None] for table in rope)  # [T, half] -> [T, 1, half]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention over a paged cache; query, key and value weights are fused."""
+    """Grouped-query self-attention over a paged cache.
 
-    def __init__(self, config: ModelConfig, dtype, input_size: int | None = None):
+    Args:
+      config: heads, biases and norms.
+      dtype: of the weights.
+      input_size: width of the input where it is not `config.hidden_size`.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, input_size: int | None = None):
         N, n, d = config.num_heads, config.num_kv_heads, config.head_dim
         D = config.hidden_size
         self.config = config
@@ -122,53 +147,57 @@ class Attention(nnx.Module):
     def rules(config: ModelConfig, name: str, path: tuple[str, ...]) -> Rules:
         """Places the tensors `{name}.q_proj.weight` and so on below `path`."""
         N, n, d = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = {"q": N * d, "k": n * d, "v": n * d}
-        rules = fused_rules(f"{name}.{{}}_proj", (*path, "qkv"), qkv, bias=config.qkv_bias)
-        out = {"o": config.hidden_size}
-        rules |= fused_rules(f"{name}.{{}}_proj", (*path, "o"), out, bias=config.o_bias)
+        qkv, o = {"q": N * d, "k": n * d, "v": n * d}, {"o": config.hidden_size}
+        rules = projection_rules(
+            f"{name}.{{}}_proj", (*path, "qkv"), qkv, bias=config.qkv_bias
+        ) | projection_rules(f"{name}.{{}}_proj", (*path, "o"), o, bias=config.o_bias)
         if config.qk_norm:
-            rules[f"{name}.q_norm.weight"] = Place((*path, "q_norm", "weight"))
-            rules[f"{name}.k_norm.weight"] = Place((*path, "k_norm", "weight"))
+            for norm in ("q_norm", "k_norm"):
+                rules[f"{name}.{norm}.weight"] = Place((*path, norm, "weight"))
         return rules
 
     def __call__(
-        self,
-        x: Float[Array, "T D"],
-        rope: tuple[Array, Array],
-        view: PagedView,
-        cache: KVCache,
-        layer: int,
+        self, x: Float[Array, "T Din"], rope: Rope, view: PagedView, cache: KVCache, layer: int
     ) -> tuple[Float[Array, "T D"], KVCache]:
+        """Writes the rows' keys and values to the cache, then attends to it.
+
+        Args:
+          x: normed input.
+          rope: rotation of each row.
+          view: where the rows lie.
+          cache: pages of all layers.
+          layer: the one of them that is this layer's.
+        """
         N, n, d = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         qkv = x @ self.qkv[...]
         if self.config.qkv_bias:
-            qkv += self.qkv_bias[...]
+            qkv += self.qkv_bias[...][None]
         q, k, v = jnp.split(qkv.reshape(-1, N + 2 * n, d), (N, N + n), axis=1)
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        cache = kv.write(cache, layer, rotate(k, *rope), v, view.slots)
-        out = kv.attend(rotate(q, *rope), cache, layer, view, scale=d**-0.5)
+        cache = kv.write(cache, layer, rotate(k, rope), v, view.slots)
+        out = kv.attend(rotate(q, rope), cache, layer, view, scale=d**-0.5)
         out = out.reshape(-1, N * d) @ self.o[...]
         if self.config.o_bias:
-            out += self.o_bias[...]
+            out += self.o_bias[...][None]
         return out, cache
 
 
 class MLP(nnx.Module):
-    """SwiGLU feed-forward block; gate and up weights are fused."""
+    """The gated feed-forward block: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype):
-        self.gate_up = nnx.Param(jnp.zeros((hidden_size, 2 * intermediate_size), dtype))
-        self.down = nnx.Param(jnp.zeros((intermediate_size, hidden_size), dtype))
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
+        D, F = config.hidden_size, config.intermediate_size
+        self.gate_up = nnx.Param(jnp.zeros((D, 2 * F), dtype))
+        self.down = nnx.Param(jnp.zeros((F, D), dtype))
 
     @staticmethod
-    def rules(hidden_size: int, intermediate_size: int, name: str, path: tuple[str, ...]) -> Rules:
+    def rules(config: ModelConfig, name: str, path: tuple[str, ...]) -> Rules:
         """Places the tensors `{name}.gate_proj.weight` and so on below `path`."""
-        name = f"{name}.{{}}_proj"
-        gate_up = {"gate": intermediate_size, "up": intermediate_size}
-        return fused_rules(name, (*path, "gate_up"), gate_up, bias=False) | fused_rules(
-            name, (*path, "down"), {"down": hidden_size}, bias=False
-        )
+        D, F = config.hidden_size, config.intermediate_size
+        return projection_rules(
+            f"{name}.{{}}_proj", (*path, "gate_up"), {"gate": F, "up": F}
+        ) | projection_rules(f"{name}.{{}}_proj", (*path, "down"), {"down": D})
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate, up = jnp.split(x @ self.gate_up[...], 2, axis=-1)

@@ -1,41 +1,61 @@
-"""The Llama family (Llama, SmolLM2, Qwen2, Qwen3) over a paged cache."""
+"""The Llama family (Llama, SmolLM2, Qwen2, Qwen3) over a paged cache.
+
+Params are a plain nested dict: a flax module as an argument of a jitted function costs several
+times its dispatch. The module is put together inside the trace, from the config.
+
+Source: arXiv 2302.13971 (Llama), 2407.10671 (Qwen2), 2505.09388 (Qwen3).
+"""
 
 import functools
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jspec.axes import AnyArray
 from jspec.cache import KVCache
 from jspec.config import ModelConfig
-from jspec.models.layers import MLP, Attention, Place, RMSNorm, Rules, rope_table
+from jspec.models.layers import MLP, Attention, Place, RMSNorm, Rope, Rules, rope_table
 from jspec.state import PagedView, Params
 
 HiddenId: TypeAlias = int | Literal["norm"]
-"""Residual stream after that many layers (0 = the embedding), or the output of the final norm."""
+"""Residual stream after that many layers (0 = the embedding), or the final norm's output."""
 
 
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, dtype):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.attention = Attention(config, dtype)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype)
+        self.mlp = MLP(config, dtype)
 
-    def __call__(self, x, rope, view: PagedView, cache: KVCache, layer: int):
+    @staticmethod
+    def rules(config: ModelConfig, name: str, path: tuple[str, ...]) -> Rules:
+        """Places the tensors of layer `name` below `path`."""
+        return {
+            f"{name}.input_layernorm.weight": Place((*path, "input_norm", "weight")),
+            f"{name}.post_attention_layernorm.weight": Place((*path, "post_norm", "weight")),
+            **Attention.rules(config, f"{name}.self_attn", (*path, "attention")),
+            **MLP.rules(config, f"{name}.mlp", (*path, "mlp")),
+        }
+
+    def __call__(
+        self, x: Float[Array, "T D"], rope: Rope, view: PagedView, cache: KVCache, layer: int
+    ) -> tuple[Float[Array, "T D"], KVCache]:
         out, cache = self.attention(self.input_norm(x), rope, view, cache, layer)
         x = x + out
         return x + self.mlp(self.post_norm(x)), cache
 
 
 class Llama(nnx.Module):
-    """A decoder with its embedding and its head."""
+    """Embedding, decoder layers, final norm and head."""
 
-    def __init__(self, config: ModelConfig, dtype):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
         V, D = config.vocab_size, config.hidden_size
         self.config = config
         self.embed = nnx.Param(jnp.zeros((V, D), dtype))
@@ -46,13 +66,16 @@ class Llama(nnx.Module):
         if not config.tie_embeddings:
             self.head = nnx.Param(jnp.zeros((V, D), dtype))
 
-    def __call__(self, token_ids, view: PagedView, cache: KVCache, *, logit_rows, hidden_layers):
+    def __call__(
+        self,
+        token_ids: Int[AnyArray, "T"],
+        view: PagedView,
+        cache: KVCache,
+        logit_rows: Int[AnyArray, "R"],
+        hidden_layers: tuple[HiddenId, ...],
+    ) -> tuple[Float[Array, "R V"], Float[Array, "T Dh"] | None, KVCache]:
         config = self.config
-        x = (
-            self.embed[...]
-            .at[token_ids]
-            .get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        )
+        x = _rows(self.embed[...], token_ids)  # [T, D]
         rope = rope_table(config.rope, config.head_dim, view.positions)
         hidden: dict[HiddenId, Array] = {0: x}
         for i in range(config.num_layers):
@@ -60,23 +83,60 @@ class Llama(nnx.Module):
             hidden[i + 1] = x
         x = hidden["norm"] = self.norm(x)
         head = self.embed if config.tie_embeddings else self.head
-        rows = x.at[logit_rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        logits = jax.lax.dot_general(
-            rows, head[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        logits = jnp.einsum(
+            "rd,vd->rv", _rows(x, logit_rows), head[...], preferred_element_type=jnp.float32
         )
         picked = [hidden[i] for i in hidden_layers]
         return logits, jnp.concatenate(picked, axis=-1) if picked else None, cache
 
 
+def _rows(x: Float[Array, "X D"], index: Int[AnyArray, "Y"]) -> Float[Array, "Y D"]:
+    """Reads rows of x; zeros where there is no such row."""
+    return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
 @functools.lru_cache
-def _abstract(config: ModelConfig, dtype: str):
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, jnp.dtype(dtype))))
+def _split(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, Params]:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype)))
     return graphdef, nnx.to_pure_dict(state)
 
 
-def abstract_params(config: ModelConfig, dtype) -> Params:
-    """Returns the shapes of the params: what a checkpoint is checked against."""
-    return jax.tree.map(lambda leaf: leaf, _abstract(config, jnp.dtype(dtype).name)[1])
+def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
+    """Returns the params' shapes, as `jax.ShapeDtypeStruct`: what loading checks against.
+
+    Args:
+      config: shape of the model.
+      dtype: of the weights.
+
+    Example:
+      >>> abstract_params(ModelConfig.tiny(), "float32")["embed"].shape
+      (64, 32)
+    """
+    return jax.tree.map(lambda leaf: leaf, _split(config, jnp.dtype(dtype).name)[1])
+
+
+def init_params(config: ModelConfig, key: Array, dtype: DTypeLike) -> Params:
+    """Draws random params whose activations keep unit scale.
+
+    Args:
+      config: shape of the model.
+      key: random key, consumed.
+      dtype: of the weights.
+    """
+    template = abstract_params(config, dtype)
+    paths, tree = jax.tree.flatten_with_path(template)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct, key: Array) -> Array:
+        name = path[-1].key
+        if name == "weight":  # of a norm
+            return jnp.ones(leaf.shape, leaf.dtype)
+        fan_in = leaf.shape[-1] if name in ("embed", "head") else leaf.shape[0]
+        return jax.random.normal(key, leaf.shape, leaf.dtype) * fan_in**-0.5
+
+    keys = jax.random.split(key, len(paths))
+    return jax.tree.unflatten(
+        tree, [draw(*item, key) for item, key in zip(paths, keys, strict=True)]
+    )
 
 
 def rules(config: ModelConfig) -> Rules:
@@ -87,44 +147,57 @@ def rules(config: ModelConfig) -> Rules:
         "lm_head.weight": None if config.tie_embeddings else Place(("head",)),
     }
     for i in range(config.num_layers):
-        name, path = f"model.layers.{i}", ("layers", str(i))
-        table |= {
-            f"{name}.input_layernorm.weight": Place((*path, "input_norm", "weight")),
-            f"{name}.post_attention_layernorm.weight": Place((*path, "post_norm", "weight")),
-            **Attention.rules(config, f"{name}.self_attn", (*path, "attention")),
-            **MLP.rules(
-                config.hidden_size, config.intermediate_size, f"{name}.mlp", (*path, "mlp")
-            ),
-        }
+        table |= DecoderLayer.rules(config, f"model.layers.{i}", ("layers", str(i)))
     return table
-
-
-def init_params(config: ModelConfig, key: Array, dtype) -> Params:
-    """Draws random params."""
-    shapes = abstract_params(config, dtype)
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(
-        tree,
-        [
-            jnp.ones(leaf.shape, leaf.dtype)
-            if leaf.ndim == 1
-            else jax.random.normal(k, leaf.shape, leaf.dtype) * leaf.shape[-1] ** -0.5
-            for k, leaf in zip(keys, leaves, strict=True)
-        ],
-    )
 
 
 def forward(
     config: ModelConfig,
     params: Params,
-    token_ids: Int[Array, "T"],
+    token_ids: Int[AnyArray, "T"],
     view: PagedView,
     cache: KVCache,
     *,
-    logit_rows: Int[Array, "R"],
+    logit_rows: Int[AnyArray, "R"],
     hidden_layers: tuple[HiddenId, ...] = (),
 ) -> tuple[Float[Array, "R V"], Float[Array, "T Dh"] | None, KVCache]:
-    """Runs the model over the rows of a step."""
-    model = nnx.merge(_abstract(config, "float32")[0], params)
-    return model(token_ids, view, cache, logit_rows=logit_rows, hidden_layers=hidden_layers)
+    """Runs the model over T rows of B requests: prompt chunks, single tokens, drafts.
+
+    A pure function to call under the caller's jit, with `config` and `hidden_layers` static and
+    `cache` donated.
+
+    Args:
+      config: shape of the model.
+      params: as `init_params` or `jspec.load` make them.
+      token_ids: the rows' tokens; an id outside the vocabulary (PAD) embeds as zeros.
+      view: where the rows lie in the cache. Its `slots` are written, then attended to.
+      cache: earlier keys and values of the requests.
+      logit_rows: rows whose logits are wanted; PAD gives logits of 0.
+      hidden_layers: hidden states wanted, side by side in this order: n = residual stream after
+        n layers (0 = the embedding), "norm" = after the final norm.
+
+    Returns:
+      (logits, hidden, cache): float32 logits; hidden states in the dtype of the params, width
+      `len(hidden_layers) * D`, None if none is wanted; the cache with this pass's rows.
+
+    Raises:
+      ValueError: `hidden_layers` names a layer that is not there, or `cache` was made for another
+        model.
+    """
+    L = config.num_layers
+    unknown = [i for i in hidden_layers if i != "norm" and i not in range(L + 1)]
+    if unknown:
+        raise ValueError(
+            f"forward: `hidden_layers` has {unknown}, wanted 0 (the embedding) to {L} (the last "
+            "layer) or 'norm'. Count layers from 1."
+        )
+    wanted = (L, config.num_kv_heads, config.head_dim)
+    if (cache.k.shape[0], *cache.k.shape[3:]) != wanted:
+        raise ValueError(
+            f"forward: `cache` has shape {cache.k.shape} (L, P, S, n, d), wanted L, n, d = "
+            f"{wanted}. Make it with init_cache(..., num_layers=config.num_layers, "
+            "num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)."
+        )
+    graphdef, _ = _split(config, "float32")  # it is the same for every dtype
+    model = nnx.merge(graphdef, params)
+    return model(token_ids, view, cache, logit_rows, hidden_layers)

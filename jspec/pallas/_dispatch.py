@@ -21,6 +21,8 @@ _AXES = {
     "T": "flat tokens",
     "W": "verified tokens a request",
     "M": "pages a request",
+    "R": "memory rows",
+    "S": "tokens a row",
 }
 
 

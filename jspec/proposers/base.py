@@ -21,6 +21,7 @@ class Proposer(NamedTuple):
       release: `(config, memory, slot) -> memory`, or None.
       kind: "device" runs under jit; "host" works on numpy arrays, outside of it.
       shares_across_requests: a row's drafts may depend on the rows before it.
+      model_free: drafts from token ids alone, with `params` None.
     """
 
     name: str
@@ -31,3 +32,4 @@ class Proposer(NamedTuple):
     release: Callable[..., Memory] | None = None
     kind: Literal["device", "host"] = "device"
     shares_across_requests: bool = False
+    model_free: bool = False

@@ -22,9 +22,10 @@ from jspec.proposers.base import Proposer
 from jspec.state import Batch, Drafts
 
 _DEFAULT_LOOKUP = 5
-# A search costs 1 to 5 ns a token; waking threads costs tens of microseconds on an idle machine and
-# a scheduler's time slice on a busy one. The original starts at 8192 tokens, with one thread.
-_MIN_PARALLEL_TOKENS = 2**18
+# A search costs 0.2 ns a token on most text, 1 to 5 on the worst; waking threads costs tens of
+# microseconds on an idle machine and a scheduler's time slice, many milliseconds, on a busy one.
+_MIN_PARALLEL_TOKENS = 2**23
+_BLOCK = 64  # tokens that are compared at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +241,7 @@ def _search(history, rows, lengths, *, num_drafts, bounds, max_model_len):
     history.flags.writeable = False  # one type, so one compilation, for every caller's array
     arguments = (history, rows, lengths, *bounds, max_model_len, tokens, counts)
     pays = rows.size > 1 and lengths.sum() >= _MIN_PARALLEL_TOKENS
-    if pays and _thread_pool.acquire(blocking=False):
+    if pays and numba.get_num_threads() > 1 and _thread_pool.acquire(blocking=False):
         try:
             _search_in_parallel(*arguments)
         finally:
@@ -336,10 +337,58 @@ def _draft(known, length, min_n, max_n, max_model_len, tokens):
 def _match_end(known, length, min_n, max_n):
     """Returns the place after the earliest longest match, or -1.
 
+    Only places where three tokens of a match longer than the best so far agree are looked at: the
+    newest, the oldest and one between. Whole blocks are compared at once, which compilers turn
+    into vector code, so most text costs a fraction of a cycle a token. Where too many places pass
+    (a text of few distinct tokens, a long max_n), the search in linear time takes over.
+    """
+    newest = length - 1
+    max_n = min(max_n, newest)
+    longest = min_n - 1  # a shorter match is of no use
+    if longest >= max_n:
+        return -1
+    end = -1
+    spent = 0
+    start = longest
+    while start < newest:
+        stop = min(start + _BLOCK, newest)
+        middle = longest // 2
+        last, inner, first = known[newest], known[newest - middle], known[newest - longest]
+        lasts = known[start:stop]
+        inners = known[start - middle : stop - middle]
+        firsts = known[start - longest : stop - longest]
+        hit = False
+        for k in range(lasts.size):
+            hit |= (lasts[k] == last) & (inners[k] == inner) & (firsts[k] == first)
+        if not hit:
+            start = stop
+            continue
+        k = 0
+        while not ((lasts[k] == last) & (inners[k] == inner) & (firsts[k] == first)):
+            k += 1
+        place = start + k
+        matched = 1
+        most = min(max_n, place + 1)
+        while matched < most and known[place - matched] == known[newest - matched]:
+            matched += 1
+        if matched > longest:
+            longest, end = matched, place + 1
+            if longest == max_n:
+                return end
+        spent += matched
+        if spent > length // 4:
+            return _match_end_in_linear_time(known, length, min_n, max_n)
+        start = place + 1
+    return end
+
+
+@_njit()
+def _match_end_in_linear_time(known, length, min_n, max_n):
+    """Returns the place after the earliest longest match, or -1.
+
     Knuth-Morris-Pratt on the reversed tokens: the suffix becomes a prefix, and every later place
     in the reversed order is an earlier one in the text, so ties go to the last one seen.
     """
-    max_n = min(max_n, length)
     border = np.zeros(max_n, np.int32)
     longest = place = matched = 0
     i = 1
@@ -361,5 +410,11 @@ def _match_end(known, length, min_n, max_n):
 
 
 PROPOSER = Proposer(
-    name="ngram", Config=NgramConfig, init=init, propose=propose, admit=admit, kind="host"
+    name="ngram",
+    Config=NgramConfig,
+    init=init,
+    propose=propose,
+    admit=admit,
+    kind="host",
+    model_free=True,
 )

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jspec.axes import PAD_SLOT, PAD_TOKEN
-from jspec.config import CacheConfig, check_at_least
-from jspec.metadata import INT32_MAX, row_request
+from jspec.config import CacheConfig
+from jspec.metadata import row_request
+from jspec.pallas.ngram_match import ngram_match
 from jspec.proposers.base import Proposer
-from jspec.proposers.ngram import NgramConfig, check_bounds
+from jspec.proposers.ngram import NgramConfig
 from jspec.state import Batch, Drafts, pytree
 
 
@@ -63,12 +64,15 @@ def propose(
         history, lengths = _record(config, memory.history, batch)
 
     with jax.named_scope("lookup"):
-        known = history.at[batch.request_slot].get(
-            mode="fill", fill_value=PAD_TOKEN, wrap_negative_indices=False
-        )  # [R, S] -> [B, S]
         min_n, max_n = config.bounds
         tokens, num_valid = ngram_match(
-            known, lengths, lengths > 0, min_n=min_n, max_n=max_n, num_drafts=config.num_drafts
+            history,
+            lengths,
+            lengths > 0,
+            batch.request_slot,
+            min_n=min_n,
+            max_n=max_n,
+            num_drafts=config.num_drafts,
         )
         num_drafts = jnp.minimum(num_valid, jnp.maximum(max_model_len - lengths, 0))
         kept = jnp.arange(config.num_drafts, dtype=jnp.int32)[None, :] < num_drafts[:, None]
@@ -89,70 +93,6 @@ def admit(
     return Memory(
         history=memory.history.at[slot].set(row, mode="drop", wrap_negative_indices=False)
     )
-
-
-def ngram_match(
-    token_ids: Int32[Array, "B S"],
-    seq_lens: Int32[Array, "B"],
-    mask: Bool[Array, "B"],
-    *,
-    min_n: int,
-    max_n: int,
-    num_drafts: int,
-) -> tuple[Int32[Array, "B K"], Int32[Array, "B"]]:
-    """Copies what followed the earliest of the longest earlier matches of each row's suffix.
-
-    In: token_ids [[1 2 9 1 2 8 1 2]], seq_lens [8], min_n = max_n = 2, K = 3.
-    Out: drafts [[9 1 2]], num_valid [3].
-
-    Args:
-      token_ids: known tokens of each row, left-aligned; what lies behind them is not read.
-      seq_lens: known tokens of each row.
-      mask: rows that draft.
-      min_n: shortest suffix that may match, in tokens.
-      max_n: longest suffix that is compared, in tokens.
-      num_drafts: most drafts a row gets (K); the model's length limit is not applied here.
-
-    Returns:
-      (drafts, num_valid): PAD where there is no draft; how many drafts lead up to the first PAD.
-
-    Raises:
-      ValueError: a size is out of range, or token_ids is not [B, S].
-
-    Source: vLLM v1/spec_decode/ngram_proposer_gpu.py, NgramGPUKernel.forward.
-    """
-    check_at_least("ngram_match", 1, num_drafts=num_drafts)
-    check_bounds("ngram_match", "min_n", min_n, "max_n", max_n)
-    token_ids = _check_rows("ngram_match", token_ids)
-    width = token_ids.shape[1]
-    max_n = min(max_n, width)
-    if (max_n + 1) * width > INT32_MAX:
-        raise ValueError(
-            f"ngram_match: `max_n` is {max_n} for rows of {width} tokens, wanted at most "
-            f"{INT32_MAX // width - 1}: length and place of a match share one int32. Lower max_n."
-        )
-    column = jnp.arange(width, dtype=jnp.int32)[None, :]
-    offset = jnp.arange(max(max_n, num_drafts), dtype=jnp.int32)[None, :]
-
-    # run[b, e]: tokens up to e that equal the end of the suffix, going backwards, at most max_n.
-    # One comparison with the history shifted by j replaces a window of every length.
-    newest = seq_lens[:, None] - 1
-    suffix = _take(token_ids, newest - offset[:, :max_n])  # [B, max_n], newest first
-    same = column < newest
-    run = jnp.zeros(token_ids.shape, jnp.int32)
-    for j in range(max_n):
-        shifted = token_ids[:, : width - j] == suffix[:, j : j + 1]
-        same = same & jnp.pad(shifted, ((0, 0), (j, 0)))
-        run = run + same.astype(jnp.int32)
-
-    # Longest first, then earliest, as one number: a single reduction over the history.
-    best = jnp.max(run * width + (width - 1 - column), axis=1, keepdims=True)  # [B, 1]
-    found = mask[:, None] & (best // width >= min_n)
-    end = width - 1 - best % width
-    source = end + 1 + offset[:, :num_drafts]  # [B, K]
-    drafts = jnp.where(found & (source <= newest), _take(token_ids, source), PAD_TOKEN)
-    hole = jnp.where(drafts == PAD_TOKEN, offset[:, :num_drafts], num_drafts)
-    return drafts, jnp.min(hole, axis=1)
 
 
 def append_tokens(
@@ -309,5 +249,10 @@ def _check_rows(owner: str, token_ids) -> Array:
 
 
 PROPOSER = Proposer(
-    name="ngram_gpu", Config=NgramGPUConfig, init=init, propose=propose, admit=admit
+    name="ngram_gpu",
+    Config=NgramGPUConfig,
+    init=init,
+    propose=propose,
+    admit=admit,
+    model_free=True,
 )

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Sequence
-from typing import no_type_check
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,6 @@ from jspec.axes import AnyArray
 from jspec.state import pytree, static
 
 
-@no_type_check  # JAX rebuilds it around placeholders that are no arrays
 @pytree
 class SpecDecodeMetadata:
     """Which rows a verifier reads: for B requests with `drafts` draft tokens between them.
@@ -60,13 +58,20 @@ class SpecDecodeMetadata:
             rows are its newest token and its drafts.
 
         Raises:
+          TypeError: a token or an end is no integer.
           ValueError: the lengths differ, or a request has fewer rows than drafts and one.
 
         Source: vLLM v1/worker/gpu_model_runner.py, _calc_spec_decode_metadata.
         """
         owner = "SpecDecodeMetadata.from_drafts"
         drafts, num_drafts = _flatten(owner, draft_token_ids)
-        ends = np.asarray(cu_num_scheduled_tokens, np.int32)
+        ends = np.asarray(cu_num_scheduled_tokens)
+        if ends.size and not np.issubdtype(ends.dtype, np.integer):
+            raise TypeError(
+                f"{owner}: `cu_num_scheduled_tokens` has dtype {ends.dtype}, wanted integers. "
+                "Pass np.cumsum(num_scheduled_tokens)."
+            )
+        ends = ends.astype(np.int32)
         if ends.shape != num_drafts.shape:
             raise ValueError(
                 f"{owner}: `cu_num_scheduled_tokens` has shape {ends.shape}, wanted "
@@ -99,6 +104,9 @@ class SpecDecodeMetadata:
 
         Args:
           draft_token_ids: drafts of each request; an empty list is an empty batch.
+
+        Raises:
+          TypeError: a token is no integer.
         """
         drafts, num_drafts = _flatten("SpecDecodeMetadata.make_dummy", draft_token_ids)
         return cls._of(
@@ -123,13 +131,14 @@ class SpecDecodeMetadata:
 def _flatten(owner: str, draft_token_ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     try:
         flat = [operator.index(token) for drafts in draft_token_ids for token in drafts]
-    except TypeError as error:
+        token_ids = np.array(flat, np.int32)
+    except (TypeError, OverflowError) as error:
         raise TypeError(
-            f"{owner}: `draft_token_ids` is no list of lists of integers ({error}). "
+            f"{owner}: `draft_token_ids` is no list of lists of 32-bit integers ({error}). "
             "Pass one list of token ids a request, for example [[11, 12], [], [13]]."
         ) from error
     num_drafts = [len(drafts) for drafts in draft_token_ids]
-    return np.array(flat, np.int32), np.array(num_drafts, np.int32)
+    return token_ids, np.array(num_drafts, np.int32)
 
 
 def _ranges(lengths: np.ndarray) -> np.ndarray:

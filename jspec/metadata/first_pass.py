@@ -1,13 +1,12 @@
 """The rows of a drafter's first pass: the target's rows, moved and extended."""
 
 import dataclasses
-from typing import no_type_check
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.axes import PAD_TOKEN, AnyArray, Impl
-from jspec.bookkeeping.attention_metadata import (
+from jspec.metadata.attention_metadata import (
     CommonAttentionMetadata,
     check_metadata,
     extend_all_queries_by_N,
@@ -23,7 +22,6 @@ from jspec.pallas.expand_eagle import expand_eagle
 from jspec.state import pytree
 
 
-@no_type_check  # JAX rebuilds it around placeholders that are no arrays
 @pytree
 class FirstPass:
     """What a drafter's first pass runs on: R rows, or R query rows behind T of context.
@@ -102,16 +100,15 @@ def set_inputs_first_pass(
     owner = "set_inputs_first_pass"
     check_sizes(owner, num_slots=num_slots, page_size=page_size, max_model_len=max_model_len)
     num_added = num_slots - shift
+    num_requests = check_metadata(owner, metadata)["B"]
     if num_rejected is None:
-        num_rejected = jnp.zeros_like(metadata.seq_lens)
+        num_rejected = jnp.zeros(num_requests, jnp.int32)
+    has_axes = jnp.ndim(positions) == 2 and not num_added
     check_metadata(
         owner,
         metadata,
         token_ids=(token_ids, "int T"),
-        positions=(
-            positions,
-            "int axes T" if jnp.ndim(positions) == 2 and not num_added else "int T",
-        ),
+        positions=(positions, "int axes T" if has_axes else "int T"),
         next_token=(next_token, "int B"),
         num_rejected=(num_rejected, "int B"),
     )
@@ -241,8 +238,9 @@ def set_inputs_first_pass_dflash(
     """
     owner = "set_inputs_first_pass_dflash"
     check_sizes(owner, num_drafts=num_drafts, page_size=page_size)
+    num_requests = check_metadata(owner, metadata)["B"]
     if num_rejected is None:
-        num_rejected = jnp.zeros_like(metadata.seq_lens)
+        num_rejected = jnp.zeros(num_requests, jnp.int32)
     check_metadata(
         owner,
         metadata,

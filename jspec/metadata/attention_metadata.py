@@ -1,7 +1,7 @@
 """Which rows of a pass belong to whom, where their keys and values go, and how that changes."""
 
 import dataclasses
-from typing import Any, no_type_check
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -11,7 +11,6 @@ from jspec.pallas._dispatch import check_arrays, check_sizes
 from jspec.state import pytree, static
 
 
-@no_type_check  # JAX rebuilds it around placeholders that are no arrays
 @pytree
 class CommonAttentionMetadata:
     """What every attention layer of a pass is told.

@@ -4,16 +4,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec.axes import AnyArray
-from jspec.bookkeeping.attention_metadata import read
+from jspec.metadata.attention_metadata import read
 from jspec.pallas._dispatch import check_arrays
 
 
 def update_num_computed_tokens_for_batch_change(
-    num_computed_tokens: Int[AnyArray, "P"],
+    num_computed_tokens: Int[AnyArray, "R"],
     num_accepted_tokens: Int[AnyArray, "B"],
     prev_positions: Int[AnyArray, "B"],
-    valid_sampled_token_count: Int[AnyArray, "P"],
-    prev_num_draft_tokens: Int[AnyArray, "P"],
+    valid_sampled_token_count: Int[AnyArray, "R"],
+    prev_num_draft_tokens: Int[AnyArray, "R"],
     cpu_num_computed_tokens: Int[AnyArray, "B"],
 ) -> tuple[Int[Array, "rows"], Int[Array, "B"]]:
     """Brings the counts of the batch before into the order of this one.
@@ -25,7 +25,7 @@ def update_num_computed_tokens_for_batch_change(
     valid_sampled_token_count [2 3], cpu_num_computed_tokens [99 50 99]. Out: [23 50 12].
 
     Args:
-      num_computed_tokens: of the batch before.
+      num_computed_tokens: of the R rows of the batch before.
       num_accepted_tokens: of this batch.
       prev_positions: index of each request in the batch before; negative (or past it) if new.
       valid_sampled_token_count: tokens that each request of the batch before kept.
@@ -46,11 +46,10 @@ def update_num_computed_tokens_for_batch_change(
         prev_positions=(prev_positions, "int B"),
         num_accepted_tokens=(num_accepted_tokens, "int B"),
         cpu_num_computed_tokens=(cpu_num_computed_tokens, "int B"),
-        num_computed_tokens=(num_computed_tokens, "int P"),
-        valid_sampled_token_count=(valid_sampled_token_count, "int P"),
-        prev_num_draft_tokens=(prev_num_draft_tokens, "int P"),
+        num_computed_tokens=(num_computed_tokens, "int R"),
+        valid_sampled_token_count=(valid_sampled_token_count, "int R"),
+        prev_num_draft_tokens=(prev_num_draft_tokens, "int R"),
     )
-
     drafted = read(prev_num_draft_tokens, prev_positions, fill=0) > 0
     num_kept = read(valid_sampled_token_count, prev_positions, fill=0).astype(jnp.int32)
     computed = read(num_computed_tokens, prev_positions, fill=0).astype(jnp.int32) + num_kept

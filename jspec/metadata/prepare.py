@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jspec.axes import PAD_SLOT, PAD_TOKEN, AnyArray
+from jspec.metadata.attention_metadata import request_of
 from jspec.pallas.next_token import next_token
 from jspec.pallas.sample_index import sample_index
 from jspec.state import Batch, PagedView, Scheduled, Verified
@@ -85,9 +86,7 @@ def row_request(
       (request, live): index of the request (clamped for padding rows), whether the row is one.
     """
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    # compare_all is one fused comparison; the default method is a loop.
-    request = jnp.searchsorted(query_start, rows, side="right", method="compare_all")
-    request = request.astype(jnp.int32) - 1
+    request = request_of(jnp.asarray(query_start), rows)
     return jnp.clip(request, 0, query_start.shape[0] - 2), rows < query_start[-1]
 
 

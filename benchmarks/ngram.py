@@ -1,0 +1,452 @@
+"""N-gram lookup against the vLLM algorithm, restated here from its behaviour.
+
+    python -m benchmarks.ngram --host --output benchmarks/results/ngram-host.json
+    python -m benchmarks.ngram --device --output benchmarks/results/ngram-device.json
+
+Host: the search with numba, and the lists that the original takes and makes in each call. Device:
+the op by each of its roads, and the original's vectorised torch code where torch is installed.
+Contenders take turns in one process, and medians are compared. `--smoke` runs tiny sizes.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numba
+import numpy as np
+
+from jspec.config import CacheConfig
+from jspec.pallas.ngram_match import ngram_match
+from jspec.proposers import ngram
+from jspec.state import Batch
+
+K, MIN_N, MAX_N, VOCAB = 5, 2, 4, 32_000
+HOST_BOUNDS = [(MIN_N, MAX_N), (5, 5), (1, 20)]
+HOST_SIZES = [(128, 4096), (128, 32_768)]
+DEVICE_SIZES = [(64, 4096), (64, 32_768), (256, 32_768)]
+SMOKE_SIZES = [(4, 256)]
+ROTATED_BYTES = 2**28  # histories that calls take turns with: more than any cache holds
+BANDWIDTH = {"NVIDIA H200": 4.3e12}  # bytes a second, reads of a long array
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", action="store_true")
+    parser.add_argument("--device", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
+    parser.add_argument("--rounds", type=int, default=21, help="turns of each contender")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    if not (arguments.host or arguments.device):
+        parser.error("pass --host, --device or both")
+    results: dict[str, Any] = {"setting": setting()}
+    print(json.dumps(results["setting"], indent=2))
+    if arguments.host:
+        results["host"] = host(SMOKE_SIZES if arguments.smoke else HOST_SIZES, arguments.rounds)
+        results["first_call"] = first_call()
+    if arguments.device:
+        sizes = SMOKE_SIZES if arguments.smoke else DEVICE_SIZES
+        results["device"] = device(sizes, arguments.rounds)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def setting() -> dict[str, Any]:
+    """Says where and how the figures came to be."""
+    packages = ("jax", "jaxlib", "numpy", "numba", "torch")
+    versions = {p: importlib.metadata.version(p) for p in packages if importlib.util.find_spec(p)}
+    with open("/proc/cpuinfo") as lines:
+        cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")
+    return {
+        "command": f"python -m benchmarks.ngram {' '.join(sys.argv[1:])}",
+        "host": f"{cpu}, {os.cpu_count()} threads",
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "versions": versions,
+        "device_lookup": {"num_drafts": K, "min_n": MIN_N, "max_n": MAX_N},
+    }
+
+
+def take_turns(rounds: int, contenders: dict[Any, Callable[[], Any]]) -> dict[Any, list[float]]:
+    """Returns the sorted microseconds of each contender's turns; its first one is not counted."""
+    turns: dict[Any, list[float]] = {name: [] for name in contenders}
+    for i in range(rounds + 1):
+        for name, call in contenders.items():
+            begin = time.perf_counter()
+            call()
+            if i:
+                turns[name].append(1e6 * (time.perf_counter() - begin))
+    return {name: sorted(times) for name, times in turns.items()}
+
+
+def medians(turns: dict[Any, list[float]]) -> dict[Any, float]:
+    return {name: statistics.median(times) for name, times in turns.items()}
+
+
+# On the host.
+
+
+@numba.njit
+def _draft_one(tokens, min_n, max_n, max_model_len, k):
+    """The longest, then earliest match by Knuth-Morris-Pratt over the reversed tokens."""
+    total = tokens.shape[0]
+    k = min(k, max_model_len - total)
+    if total < min_n or k <= 0:
+        return np.empty(0, np.int32)
+    flipped = tokens[::-1]
+    lps = np.zeros(max_n, np.int32)
+    longest = pos = p = 0
+    i = 1
+    while i < total:
+        if flipped[p] == flipped[i]:
+            p += 1
+            if p >= longest:
+                longest, pos = p, i
+            if i < max_n:
+                lps[i] = p
+            if p == max_n:
+                p = lps[max_n - 1]
+            i += 1
+        elif p:
+            p = lps[p - 1]
+        else:
+            i += 1
+    if longest < min_n:
+        return np.empty(0, np.int32)
+    start = total - 1 - pos + longest
+    return tokens[start : start + min(k, total - start)].copy()
+
+
+@numba.njit(parallel=True)
+def _draft_batch(valid, num_tokens, token_ids, min_n, max_n, max_model_len, k, drafts, counts):
+    for i in numba.prange(len(valid)):
+        b = valid[i]
+        found = _draft_one(token_ids[b, : num_tokens[b]], min_n, max_n, max_model_len, k)
+        counts[b] = found.shape[0]
+        if found.shape[0]:
+            drafts[b, : found.shape[0]] = found
+
+
+class Original:
+    """Lists of sampled tokens in, lists of drafts out, with result buffers that persist.
+
+    In favour of the original, a set answers which requests were searched.
+    """
+
+    def __init__(self, max_requests: int, max_model_len: int, bounds: tuple[int, int]):
+        self.max_model_len = max_model_len
+        self.bounds = bounds
+        self.drafts = np.zeros((max_requests, K), np.int32)
+        self.counts = np.zeros(max_requests, np.int32)
+
+    def propose(self, sampled: list[list[int]], num_tokens, token_ids) -> list[list[int]]:
+        valid = [b for b, new in enumerate(sampled) if new and num_tokens[b] < self.max_model_len]
+        if valid:
+            num_threads = numba.get_num_threads()
+            if np.sum(num_tokens) < 8192:
+                numba.set_num_threads(1)
+            args = valid, num_tokens, token_ids, *self.bounds, self.max_model_len, K
+            _draft_batch(*args, self.drafts, self.counts)
+            numba.set_num_threads(num_threads)
+        searched = set(valid)
+        return [
+            self.drafts[b, : self.counts[b]].tolist() if b in searched and self.counts[b] else []
+            for b in range(len(sampled))
+        ]
+
+
+def contexts(B: int, S: int) -> dict[str, np.ndarray]:
+    """Makes token histories: what the search costs depends on how they repeat themselves."""
+    rng = np.random.default_rng(0)
+    copied = rng.integers(0, VOCAB, (B, S))
+    copied[:, -MAX_N:] = copied[:, S // 2 - MAX_N : S // 2]  # the suffix occurs once, half way
+    drawn = {
+        "random ids": rng.integers(0, VOCAB, (B, S)),
+        "as frequent as words": np.minimum(rng.zipf(1.3, (B, S)), VOCAB),
+        "copied": copied,
+        "three ids": rng.integers(0, 3, (B, S)),
+        "one id": np.ones((B, S)),
+    }
+    return {name: np.ascontiguousarray(x, np.int32) for name, x in drawn.items()}
+
+
+def last_step(token_ids: np.ndarray) -> Batch:
+    """The step in which the newest token of each history was sampled."""
+    B, S = token_ids.shape
+    rows = np.arange(B, dtype=np.int32)
+    ones = np.ones(B, np.int32)
+    return Batch(
+        token_ids=np.ascontiguousarray(token_ids[:, -2]),
+        positions=(S - 2) * ones,
+        query_start=np.arange(B + 1, dtype=np.int32),
+        seq_lens=(S - 1) * ones,
+        block_table=np.zeros((B, 1), np.int32),
+        num_drafts=0 * ones,
+        request_slot=rows,
+        backup_token=-ones,
+        discard=np.zeros(B, bool),
+        next_token=np.ascontiguousarray(token_ids[:, -1]),
+        last_index=rows,
+        num_valid=ones,
+        num_rejected=0 * ones,
+    )
+
+
+def host(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
+    """Compares the search of one step with the original's, and the whole drafter with it."""
+    warnings.simplefilter("ignore", numba.NumbaPendingDeprecationWarning)  # a list as argument
+    rows = []
+    for (B, S), bounds in itertools.product(sizes, HOST_BOUNDS):
+        for name, token_ids in contexts(B, S).items():
+            calls = host_calls(token_ids, bounds)
+            wanted = calls["original"]()
+            for threads in range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1):
+                numba.set_num_threads(threads)
+                for ours in ("search", "drafter"):
+                    assert as_lists(*calls[ours]()) == wanted, f"{ours}: not the original's drafts"
+                turns = take_turns(rounds, calls)
+                median, best = medians(turns), {who: times[0] for who, times in turns.items()}
+                row: dict[str, Any] = {
+                    "requests": B,
+                    "tokens": S,
+                    "bounds": bounds,
+                    "contexts": name,
+                    "threads": threads,
+                    "median_us": median,
+                    "best_us": best,
+                }
+                for ours in ("search", "drafter"):
+                    row[f"original_over_{ours}"] = {
+                        "medians": median["original"] / median[ours],
+                        "bests": best["original"] / best[ours],
+                    }
+                rows.append(row)
+                print(f"{B} x {S}, n {bounds}, {name}, {threads} threads: ", end="")
+                print(", ".join(f"{n} {median[n]:.0f} (best {best[n]:.0f})" for n in calls), "us")
+    return rows
+
+
+def host_calls(token_ids: np.ndarray, bounds: tuple[int, int]) -> dict[str, Callable[[], Any]]:
+    """The contenders: what drafts for one step of these histories."""
+    B, S = token_ids.shape
+    limit = S + K
+    original = Original(B, limit, bounds)
+    config = ngram.NgramConfig(
+        num_drafts=K, prompt_lookup_min=bounds[0], prompt_lookup_max=bounds[1]
+    )
+    memory = ngram.init(config, None, CacheConfig(num_pages=1, max_model_len=limit), B)
+    memory.history[:, :S] = token_ids
+    lengths = np.full(B, S, np.int32)
+    batch = last_step(token_ids)
+    sampled = batch.next_token[:, None].tolist()
+
+    def search():
+        return ngram.propose_batch(
+            memory.history,
+            lengths,
+            num_drafts=K,
+            min_n=bounds[0],
+            max_n=bounds[1],
+            max_model_len=limit,
+        )
+
+    def drafter():
+        drafts = ngram.propose(config, None, memory, batch)[1]
+        return drafts.tokens, drafts.num_drafts
+
+    return {
+        "original": lambda: original.propose(sampled, lengths, memory.history),
+        "search": search,
+        "drafter": drafter,
+    }
+
+
+def as_lists(tokens: np.ndarray, counts: np.ndarray) -> list[list[int]]:
+    return [row[:count].tolist() for row, count in zip(tokens, counts, strict=True)]
+
+
+_FIRST_CALL = """
+import time
+import numpy as np
+import jspec
+from benchmarks.ngram import last_step
+
+batch = last_step(np.ones((4, 64), np.int32))
+cache = jspec.CacheConfig(num_pages=1, max_model_len=128)
+ends = [time.perf_counter()]
+state = jspec.init(jspec.NgramConfig(num_drafts=5), cache=cache, max_requests=4)
+ends.append(time.perf_counter())
+for _ in range(4):
+    jspec.propose(state, batch)
+    ends.append(time.perf_counter())
+print(ends[1] - ends[0], ends[2] - ends[1], ends[5] - ends[4])
+"""
+
+
+def first_call() -> dict[str, dict[str, float]]:
+    """Times `init` and the first calls of fresh processes: nothing cached on disk, then cached."""
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": folder, "JAX_PLATFORMS": "cpu"}
+        for name in ("nothing cached", "cached on disk"):
+            command = [sys.executable, "-c", _FIRST_CALL]
+            out = subprocess.run(
+                command, env=environment, check=True, capture_output=True, text=True
+            ).stdout
+            init, first, later = map(float, out.split())
+            results[name] = {"init_s": init, "first_us": 1e6 * first, "fourth_us": 1e6 * later}
+            print(
+                f"{name}: init {init:.2f} s, then the first call {1e6 * first:.0f} us, "
+                f"the fourth {1e6 * later:.0f} us"
+            )
+    return results
+
+
+# On the device.
+
+
+def device(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
+    """Times the op by each road: a blocked call, and the device time of one call in a chain."""
+    on_gpu = jax.devices()[0].platform == "gpu"
+    kernel = "pallas" if on_gpu else "interpret"
+    impls = ["xla", kernel]
+    results = []
+    for B, S in sizes:
+        copies = max(2, ROTATED_BYTES // (B * S * 4)) if on_gpu else 2
+        table = np.concatenate(
+            [contexts(B, S)["copied"] + np.int32(i) for i in range(copies)]
+        )  # [copies * B, S]
+        lengths = np.full(B, S, np.int32)
+        wanted = ngram.propose_batch(
+            table[:B], lengths, num_drafts=K, min_n=MIN_N, max_n=MAX_N, max_model_len=S + K
+        )
+        args = jax.device_put((table, lengths, np.ones(B, bool)))
+        rows = [jax.device_put(np.arange(B, dtype=np.int32) + i * B) for i in range(copies)]
+
+        calls, chains = {"empty": rotate(_empty, args, rows)}, {}
+        for impl in impls:
+            op = functools.partial(ngram_match, min_n=MIN_N, max_n=MAX_N, num_drafts=K, impl=impl)
+            once = jax.jit(op)
+            for got, want in zip(once(*args, rows[0]), wanted, strict=True):
+                np.testing.assert_array_equal(got, want)
+            calls[impl] = rotate(once, args, rows)
+            for length in (8, 40) if on_gpu else (1, 2):
+                chains[impl, length] = chain(op, length, B, copies, args)
+        if importlib.util.find_spec("torch"):
+            calls["torch"] = original_on_device(table, B, copies, wanted)
+
+        wall = medians(take_turns(rounds * 10 if on_gpu else rounds, calls))
+        chained = medians(take_turns(rounds, chains))
+        short, long = sorted({length for _, length in chains})
+        floor = BANDWIDTH.get(jax.devices()[0].device_kind)
+        row: dict[str, Any] = {
+            "B": B,
+            "S": S,
+            "wall_us": wall,
+            "device_us": {
+                impl: (chained[impl, long] - chained[impl, short]) / (long - short)
+                for impl in impls
+            },
+            "floor_us": 1e6 * B * S * 4 / floor if floor else None,
+        }
+        if "torch" in wall:
+            row["torch_over"] = {impl: wall["torch"] / wall[impl] for impl in impls}
+        results.append(row)
+        print(f"{B} x {S}", json.dumps(row, indent=2), flush=True)
+    return results
+
+
+@jax.jit
+def _empty(token_ids, seq_lens, mask, rows):
+    """What a call costs that does nothing: the floor of a blocked call."""
+    return seq_lens + rows, seq_lens
+
+
+def rotate(call, args, rows) -> Callable[[], Any]:
+    """Blocks on each call; every call reads other histories, so that no cache holds them."""
+    turn = iter(range(10**9))
+    return lambda: jax.block_until_ready(call(*args, rows[next(turn) % len(rows)]))
+
+
+def chain(op, length: int, B: int, copies: int, args) -> Callable[[], Any]:
+    """One executable of calls in a row, each of which waits for the one before."""
+
+    @jax.jit
+    def run(token_ids, seq_lens, mask):
+        for i in range(length):
+            rows = jnp.arange(B, dtype=jnp.int32) + (i % copies) * B
+            drafts, num_valid = op(token_ids, seq_lens, mask, rows)
+            # Adds zero, which no compiler can know.
+            seq_lens = seq_lens + jnp.minimum(num_valid, 0) + jnp.minimum(drafts[:, 0] + 1, 0)
+        return seq_lens
+
+    return lambda: jax.block_until_ready(run(*args))
+
+
+def original_on_device(table: np.ndarray, B: int, copies: int, wanted) -> Callable[[], Any]:
+    """The original's vectorised search in torch, compiled: windows of every length, unfolded."""
+    import torch
+
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def search(token_ids, seq_lens, mask):
+        S = token_ids.shape[1]
+        request = torch.arange(B, device=where)
+        firsts = []
+        for n in range(MIN_N, MAX_N + 1):
+            windows = token_ids.unfold(1, n, 1)  # [B, S - n + 1, n]
+            column = seq_lens[:, None] - n + torch.arange(n, device=where)
+            suffix = token_ids.gather(1, column.clamp(min=0))
+            equal = (windows == suffix[:, None]).all(-1)
+            place = torch.arange(S - n + 1, device=where)
+            equal = equal & (place <= seq_lens[:, None] - n - 1)
+            at = equal.int().argmax(1)
+            firsts.append(torch.where(equal[request, at], at, -1))
+        first = torch.stack(firsts, 1)  # [B, lengths]
+        lengths = torch.arange(MIN_N, MAX_N + 1, device=where)
+        best = torch.where(first >= 0, lengths, 0).argmax(1)
+        matched = first[request, best] >= 0
+        start = torch.where(matched, first[request, best] + lengths[best], 0)
+        step = torch.arange(K, device=where)
+        source = start[:, None] + step
+        drafts = token_ids.gather(1, source.clamp(max=S - 1))
+        keep = (step < (seq_lens - start)[:, None]) & (matched & mask)[:, None]
+        drafts = torch.where(keep, drafts, -1)
+        leading = (drafts != -1).cumsum(1) == step + 1
+        return drafts, leading.sum(1)
+
+    compiled = torch.compile(search)
+    tables = [torch.as_tensor(table[i * B : (i + 1) * B]).to(where) for i in range(copies)]
+    seq_lens = torch.full((B,), table.shape[1], dtype=torch.int64, device=where)
+    mask = torch.ones(B, dtype=torch.bool, device=where)
+    for got, want in zip(compiled(tables[0], seq_lens, mask), wanted, strict=True):
+        np.testing.assert_array_equal(got.cpu().numpy(), want)
+    turn = iter(range(10**9))
+
+    def call():
+        with torch.inference_mode():
+            compiled(tables[next(turn) % copies], seq_lens, mask)
+            if where.type == "cuda":
+                torch.cuda.synchronize()
+
+    return call
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Hugging Face folders: what loads, and how everything else is refused."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jspec
+from jspec import checkpoint
+from jspec.config import ModelConfig
+from jspec.models import llama
+
+
+@pytest.fixture
+def source(golden):
+    return golden / "models" / "draft_llama_small"
+
+
+@pytest.fixture
+def tensors(source):
+    return load_file(source / "model.safetensors")
+
+
+@pytest.fixture
+def config(source):
+    return json.loads((source / "config.json").read_text())
+
+
+@pytest.fixture
+def save(tmp_path, config, tensors):
+    """Writes a folder with the source's config and tensors, some of them changed."""
+
+    def write(*, drop=(), config_changes=None, **changes):
+        (tmp_path / "config.json").write_text(json.dumps(config | (config_changes or {})))
+        kept = {name: value for name, value in tensors.items() if name not in drop}
+        save_file(kept | changes, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+def assert_same(got, wanted):
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_tensors_are_fused_and_transposed_into_place(source, tensors):
+    model = jspec.load(source, "float32")
+    layer = model.params["layers"]["1"]
+    parts = [tensors[f"model.layers.1.self_attn.{name}_proj.weight"].T for name in "qkv"]
+    np.testing.assert_array_equal(layer["attention"]["qkv"], np.concatenate(parts, axis=1))
+    np.testing.assert_array_equal(
+        layer["mlp"]["down"], tensors["model.layers.1.mlp.down_proj.weight"].T
+    )
+    np.testing.assert_array_equal(model.params["head"], tensors["lm_head.weight"])
+
+
+def test_shards_load_as_one_file_does(source, tensors, tmp_path):
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    names = sorted(tensors)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{i + 1:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert_same(jspec.load(tmp_path, "float32").params, jspec.load(source, "float32").params)
+
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00002.safetensors. Fetch"):
+        jspec.load(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="no weight_map"):
+        jspec.load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16])
+def test_any_float_type_is_converted(dtype, save, tensors):
+    changes = {name: value.astype(dtype) for name, value in tensors.items()}
+    params = jspec.load(save(**changes), "float32").params
+    assert params["embed"].dtype == "float32"
+    wanted = changes["model.embed_tokens.weight"].astype(np.float32)
+    np.testing.assert_array_equal(params["embed"], wanted)
+
+
+def test_every_misfit_is_listed_in_one_error(save):
+    folder = save(
+        drop=["model.norm.weight", "lm_head.weight"],
+        **{
+            "model.layers.0.mlp.down_proj.weight": np.zeros((3, 5), np.float32),
+            "model.layers.7.mlp.up_proj.weight": np.zeros(2, np.float32),
+        },
+    )
+    with pytest.raises(ValueError) as error:
+        jspec.load(folder)
+    lines = str(error.value).splitlines()
+    assert [line.strip() for line in lines[1:-1]] == [
+        "wrong shape: model.layers.0.mlp.down_proj.weight [3, 5], wanted [32, 64]",
+        "unknown: model.layers.7.mlp.up_proj.weight [2]",
+        "missing: model.norm.weight [32]",
+        "missing: lm_head.weight [128, 32]",
+    ]
+    assert "from the same model" in lines[-1]
+
+
+def test_a_tensor_that_comes_twice_is_refused(source):
+    config = ModelConfig.from_hf(source)
+    pairs = list(checkpoint.read(source).tensors())
+    with pytest.raises(ValueError, match=r"repeated: lm_head.weight \[128, 32\]"):
+        checkpoint.assemble(
+            llama.abstract_params(config, "float32"), llama.rules(config), [*pairs, pairs[0]]
+        )
+
+
+def test_rotary_tables_and_the_head_of_a_tied_model_are_skipped(save):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    folder = save(config_changes={"tie_word_embeddings": True}, **{name: np.ones(8, np.float32)})
+    assert "head" not in jspec.load(folder, "float32").params
+
+
+def test_a_config_of_other_sizes_is_refused_before_anything_compiles(save):
+    folder = save(config_changes={"intermediate_size": 65})
+    with pytest.raises(ValueError, match=r"gate_proj.weight \[64, 32\], wanted \[65, 32\]"):
+        jspec.load(folder)
+
+
+def test_a_draft_head_is_no_target(save):
+    folder = save(config_changes={"architectures": ["LlamaForCausalLMEagle3"]})
+    with pytest.raises(ValueError, match="wanted one of LlamaForCausalLM"):
+        jspec.load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 40, 2000, -4])
+def test_a_truncated_file_is_refused(keep, save):
+    file = save() / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="truncated.*Fetch the file again"):
+        jspec.load(file.parent)
+
+
+def damaged(entry):
+    header = json.dumps({"x": entry} if isinstance(entry, dict) else entry).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "content,match",
+    [
+        (b"\x02\0\0\0\0\0\0\0\xff\xff", "header is not JSON"),
+        (damaged([1, 2]), "header is not"),
+        (damaged({"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}), "Dequantise"),
+        (damaged({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}), "do not match"),
+    ],
+)
+def test_a_damaged_file_is_refused(content, match, save):
+    folder = save()
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=match):
+        jspec.load(folder)
+
+
+def test_missing_files_are_named(tmp_path, config):
+    with pytest.raises(FileNotFoundError, match="does not exist. Pass a Hugging Face"):
+        jspec.load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        jspec.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match="pytorch_model.bin. Save the model in safetensors"):
+        jspec.load(tmp_path)
+    with pytest.raises(ValueError, match="neither a folder nor a .gguf file"):
+        jspec.load(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("text,match", [("{", "is not JSON"), ("[1]", "holds a list")])
+def test_a_broken_config_is_refused(text, match, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=match):
+        jspec.load(tmp_path)
+
+
+def test_the_tokenizer_and_the_stop_ids_come_along(save):
+    folder = save(config_changes={"eos_token_id": 2})
+    plain = jspec.load(folder)
+    assert (plain.tokenizer_json, plain.chat_template, plain.stop_ids) == (None, None, (2,))
+
+    (folder / "tokenizer.json").write_text('{"model": "é"}', encoding="utf-8")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    templates = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    model = jspec.load(folder)
+    assert (model.tokenizer_json, model.chat_template) == ('{"model": "é"}', "b")
+    assert model.stop_ids == (2, 7)
+
+    (folder / "chat_template.jinja").write_text("c")
+    assert jspec.load(folder).chat_template == "c"
+
+
+def test_loading_holds_the_weights_once(tmp_path):
+    config = {
+        "model_type": "llama",
+        "vocab_size": 16384,
+        "hidden_size": 512,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = ModelConfig.from_hf(config)
+    rng = np.random.default_rng(0)
+    template = llama.abstract_params(shapes, "float32")
+    tensors = {}
+    for name, place in llama.rules(shapes).items():
+        leaf = template
+        for key in place.path:
+            leaf = leaf[key]
+        start, end = place.columns or (0, leaf.shape[-1])
+        shape = (*leaf.shape[:-1], end - start)
+        tensors[name] = rng.random(shape[::-1] if place.transpose else shape, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    size = sum(leaf.size * 4 for leaf in jax.tree.leaves(template))
+    script = (
+        "import resource, sys, jax, jspec\n"
+        "jax.numpy.zeros(1).block_until_ready()\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak()\n"
+        "params = jspec.load(sys.argv[1], 'float32').params\n"
+        "jax.block_until_ready(params)\n"
+        "print(peak() - before)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 1.4 * size  # the weights, one tensor and one leaf
