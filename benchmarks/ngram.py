@@ -31,12 +31,14 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 
+from benchmarks.ngram_original import Original, torch_search
 from jspec.config import CacheConfig
 from jspec.pallas.ngram_match import ngram_match
 from jspec.proposers import ngram
 from jspec.state import Batch
 
 K, MIN_N, MAX_N, VOCAB = 5, 2, 4, 32_000
+STREAM = 50  # calls in a row before the host waits, as a serving loop makes them
 HOST_BOUNDS = [(MIN_N, MAX_N), (5, 5), (1, 20)]
 HOST_SIZES = [(128, 4096), (128, 32_768)]
 DEVICE_SIZES = [(64, 4096), (64, 32_768), (256, 32_768)]
@@ -100,75 +102,6 @@ def medians(turns: dict[Any, list[float]]) -> dict[Any, float]:
 
 
 # On the host.
-
-
-@numba.njit
-def _draft_one(tokens, min_n, max_n, max_model_len, k):
-    """The longest, then earliest match by Knuth-Morris-Pratt over the reversed tokens."""
-    total = tokens.shape[0]
-    k = min(k, max_model_len - total)
-    if total < min_n or k <= 0:
-        return np.empty(0, np.int32)
-    flipped = tokens[::-1]
-    lps = np.zeros(max_n, np.int32)
-    longest = pos = p = 0
-    i = 1
-    while i < total:
-        if flipped[p] == flipped[i]:
-            p += 1
-            if p >= longest:
-                longest, pos = p, i
-            if i < max_n:
-                lps[i] = p
-            if p == max_n:
-                p = lps[max_n - 1]
-            i += 1
-        elif p:
-            p = lps[p - 1]
-        else:
-            i += 1
-    if longest < min_n:
-        return np.empty(0, np.int32)
-    start = total - 1 - pos + longest
-    return tokens[start : start + min(k, total - start)].copy()
-
-
-@numba.njit(parallel=True)
-def _draft_batch(valid, num_tokens, token_ids, min_n, max_n, max_model_len, k, drafts, counts):
-    for i in numba.prange(len(valid)):
-        b = valid[i]
-        found = _draft_one(token_ids[b, : num_tokens[b]], min_n, max_n, max_model_len, k)
-        counts[b] = found.shape[0]
-        if found.shape[0]:
-            drafts[b, : found.shape[0]] = found
-
-
-class Original:
-    """Lists of sampled tokens in, lists of drafts out, with result buffers that persist.
-
-    In favour of the original, a set answers which requests were searched.
-    """
-
-    def __init__(self, max_requests: int, max_model_len: int, bounds: tuple[int, int]):
-        self.max_model_len = max_model_len
-        self.bounds = bounds
-        self.drafts = np.zeros((max_requests, K), np.int32)
-        self.counts = np.zeros(max_requests, np.int32)
-
-    def propose(self, sampled: list[list[int]], num_tokens, token_ids) -> list[list[int]]:
-        valid = [b for b, new in enumerate(sampled) if new and num_tokens[b] < self.max_model_len]
-        if valid:
-            num_threads = numba.get_num_threads()
-            if np.sum(num_tokens) < 8192:
-                numba.set_num_threads(1)
-            args = valid, num_tokens, token_ids, *self.bounds, self.max_model_len, K
-            _draft_batch(*args, self.drafts, self.counts)
-            numba.set_num_threads(num_threads)
-        searched = set(valid)
-        return [
-            self.drafts[b, : self.counts[b]].tolist() if b in searched and self.counts[b] else []
-            for b in range(len(sampled))
-        ]
 
 
 def contexts(B: int, S: int) -> dict[str, np.ndarray]:
@@ -246,7 +179,7 @@ def host_calls(token_ids: np.ndarray, bounds: tuple[int, int]) -> dict[str, Call
     """The contenders: what drafts for one step of these histories."""
     B, S = token_ids.shape
     limit = S + K
-    original = Original(B, limit, bounds)
+    original = Original(B, limit, bounds, K)
     config = ngram.NgramConfig(
         num_drafts=K, prompt_lookup_min=bounds[0], prompt_lookup_max=bounds[1]
     )
@@ -286,6 +219,7 @@ import time
 import numpy as np
 import jspec
 from benchmarks.ngram import last_step
+from jspec.proposers import ngram
 
 batch = last_step(np.ones((4, 64), np.int32))
 cache = jspec.CacheConfig(num_pages=1, max_model_len=128)
@@ -295,7 +229,10 @@ ends.append(time.perf_counter())
 for _ in range(4):
     jspec.propose(state, batch)
     ends.append(time.perf_counter())
-print(ends[1] - ends[0], ends[2] - ends[1], ends[5] - ends[4])
+searches = ngram._record, ngram._search_serially, ngram._search_in_parallel
+compiled = sum(sum(search.stats.cache_misses.values()) for search in searches)
+assert all(len(search.signatures) == 1 for search in searches)
+print(ends[1] - ends[0], ends[2] - ends[1], ends[5] - ends[4], compiled)
 """
 
 
@@ -309,11 +246,16 @@ def first_call() -> dict[str, dict[str, float]]:
             out = subprocess.run(
                 command, env=environment, check=True, capture_output=True, text=True
             ).stdout
-            init, first, later = map(float, out.split())
-            results[name] = {"init_s": init, "first_us": 1e6 * first, "fourth_us": 1e6 * later}
+            init, first, later, compiled = map(float, out.split())
+            results[name] = {
+                "functions_compiled": compiled,
+                "init_s": init,
+                "first_call_us": 1e6 * first,
+                "fourth_call_us": 1e6 * later,
+            }
             print(
-                f"{name}: init {init:.2f} s, then the first call {1e6 * first:.0f} us, "
-                f"the fourth {1e6 * later:.0f} us"
+                f"{name}: init {init:.2f} s ({compiled:.0f} functions compiled), then the first "
+                f"call {1e6 * first:.0f} us, the fourth {1e6 * later:.0f} us"
             )
     return results
 
@@ -322,16 +264,16 @@ def first_call() -> dict[str, dict[str, float]]:
 
 
 def device(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
-    """Times the op by each road: a blocked call, and the device time of one call in a chain."""
+    """Times the op by each road: a call that is waited for, one of a stream of calls that the host
+    runs ahead of, and the device time of one call in a chain inside one executable."""
     on_gpu = jax.devices()[0].platform == "gpu"
     kernel = "pallas" if on_gpu else "interpret"
     impls = ["xla", kernel]
     results = []
     for B, S in sizes:
         copies = max(2, ROTATED_BYTES // (B * S * 4)) if on_gpu else 2
-        table = np.concatenate(
-            [contexts(B, S)["copied"] + np.int32(i) for i in range(copies)]
-        )  # [copies * B, S]
+        histories = contexts(B, S)["copied"]
+        table = np.concatenate([histories + np.int32(i) for i in range(copies)])  # [copies * B, S]
         lengths = np.full(B, S, np.int32)
         wanted = ngram.propose_batch(
             table[:B], lengths, num_drafts=K, min_n=MIN_N, max_n=MAX_N, max_model_len=S + K
@@ -340,18 +282,23 @@ def device(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
         rows = [jax.device_put(np.arange(B, dtype=np.int32) + i * B) for i in range(copies)]
 
         calls, chains = {"empty": rotate(_empty, args, rows)}, {}
+        streams = {"empty": rotate(_empty, args, rows, STREAM)}
         for impl in impls:
             op = functools.partial(ngram_match, min_n=MIN_N, max_n=MAX_N, num_drafts=K, impl=impl)
             once = jax.jit(op)
             for got, want in zip(once(*args, rows[0]), wanted, strict=True):
                 np.testing.assert_array_equal(got, want)
             calls[impl] = rotate(once, args, rows)
+            streams[impl] = rotate(once, args, rows, STREAM)
             for length in (8, 40) if on_gpu else (1, 2):
                 chains[impl, length] = chain(op, length, B, copies, args)
         if importlib.util.find_spec("torch"):
-            calls["torch"] = original_on_device(table, B, copies, wanted)
+            original = original_on_device(table, B, copies, wanted)
+            calls["torch"], streams["torch"] = original(1), original(STREAM)
 
         wall = medians(take_turns(rounds * 10 if on_gpu else rounds, calls))
+        stream = medians(take_turns(rounds, streams))
+        stream = {name: time / STREAM for name, time in stream.items()}
         chained = medians(take_turns(rounds, chains))
         short, long = sorted({length for _, length in chains})
         floor = BANDWIDTH.get(jax.devices()[0].device_kind)
@@ -359,6 +306,7 @@ def device(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
             "B": B,
             "S": S,
             "wall_us": wall,
+            "stream_us": stream,
             "device_us": {
                 impl: (chained[impl, long] - chained[impl, short]) / (long - short)
                 for impl in impls
@@ -367,6 +315,7 @@ def device(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
         }
         if "torch" in wall:
             row["torch_over"] = {impl: wall["torch"] / wall[impl] for impl in impls}
+            row["torch_over_in_a_stream"] = {i: stream["torch"] / stream[i] for i in impls}
         results.append(row)
         print(f"{B} x {S}", json.dumps(row, indent=2), flush=True)
     return results
@@ -378,10 +327,12 @@ def _empty(token_ids, seq_lens, mask, rows):
     return seq_lens + rows, seq_lens
 
 
-def rotate(call, args, rows) -> Callable[[], Any]:
-    """Blocks on each call; every call reads other histories, so that no cache holds them."""
+def rotate(call, args, rows, calls: int = 1) -> Callable[[], Any]:
+    """Makes calls and waits; every call reads other histories, so that no cache holds them."""
     turn = iter(range(10**9))
-    return lambda: jax.block_until_ready(call(*args, rows[next(turn) % len(rows)]))
+    return lambda: jax.block_until_ready(
+        [call(*args, rows[next(turn) % len(rows)]) for _ in range(calls)]
+    )
 
 
 def chain(op, length: int, B: int, copies: int, args) -> Callable[[], Any]:
@@ -399,39 +350,18 @@ def chain(op, length: int, B: int, copies: int, args) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(run(*args))
 
 
-def original_on_device(table: np.ndarray, B: int, copies: int, wanted) -> Callable[[], Any]:
-    """The original's vectorised search in torch, compiled: windows of every length, unfolded."""
+def original_on_device(
+    table: np.ndarray, B: int, copies: int, wanted
+) -> Callable[[int], Callable[[], Any]]:
+    """The original's vectorised search in torch, compiled: see `benchmarks.ngram_original`.
+
+    Returns a function from a number of calls to a turn that makes them and waits.
+    """
     import torch
 
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def search(token_ids, seq_lens, mask):
-        S = token_ids.shape[1]
-        request = torch.arange(B, device=where)
-        firsts = []
-        for n in range(MIN_N, MAX_N + 1):
-            windows = token_ids.unfold(1, n, 1)  # [B, S - n + 1, n]
-            column = seq_lens[:, None] - n + torch.arange(n, device=where)
-            suffix = token_ids.gather(1, column.clamp(min=0))
-            equal = (windows == suffix[:, None]).all(-1)
-            place = torch.arange(S - n + 1, device=where)
-            equal = equal & (place <= seq_lens[:, None] - n - 1)
-            at = equal.int().argmax(1)
-            firsts.append(torch.where(equal[request, at], at, -1))
-        first = torch.stack(firsts, 1)  # [B, lengths]
-        lengths = torch.arange(MIN_N, MAX_N + 1, device=where)
-        best = torch.where(first >= 0, lengths, 0).argmax(1)
-        matched = first[request, best] >= 0
-        start = torch.where(matched, first[request, best] + lengths[best], 0)
-        step = torch.arange(K, device=where)
-        source = start[:, None] + step
-        drafts = token_ids.gather(1, source.clamp(max=S - 1))
-        keep = (step < (seq_lens - start)[:, None]) & (matched & mask)[:, None]
-        drafts = torch.where(keep, drafts, -1)
-        leading = (drafts != -1).cumsum(1) == step + 1
-        return drafts, leading.sum(1)
-
-    compiled = torch.compile(search)
+    compiled = torch.compile(torch_search(MIN_N, MAX_N, K))
     tables = [torch.as_tensor(table[i * B : (i + 1) * B]).to(where) for i in range(copies)]
     seq_lens = torch.full((B,), table.shape[1], dtype=torch.int64, device=where)
     mask = torch.ones(B, dtype=torch.bool, device=where)
@@ -439,13 +369,17 @@ def original_on_device(table: np.ndarray, B: int, copies: int, wanted) -> Callab
         np.testing.assert_array_equal(got.cpu().numpy(), want)
     turn = iter(range(10**9))
 
-    def call():
-        with torch.inference_mode():
-            compiled(tables[next(turn) % copies], seq_lens, mask)
-            if where.type == "cuda":
-                torch.cuda.synchronize()
+    def make(calls: int):
+        def call():
+            with torch.inference_mode():
+                for _ in range(calls):
+                    compiled(tables[next(turn) % copies], seq_lens, mask)
+                if where.type == "cuda":
+                    torch.cuda.synchronize()
 
-    return call
+        return call
+
+    return make
 
 
 if __name__ == "__main__":

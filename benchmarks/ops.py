@@ -15,6 +15,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -88,15 +89,22 @@ def run_worker(op: str, road: str, arguments: argparse.Namespace) -> dict[str, A
     """Measures one implementation in a process of its own; an error is a result too."""
     command = [sys.executable, "-m", "benchmarks.ops", "--worker", op, road]
     command += ["--steps", *arguments.steps, "--counts", *map(str, arguments.counts)]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # Unfiltered, so that a traceback ends with the exception itself.
+    settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_TRACEBACK_FILTERING": "off"}
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=arguments.limit
+            command,
+            env=os.environ | settings,
+            capture_output=True,
+            text=True,
+            timeout=arguments.limit,
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no result within {arguments.limit} s"}
     if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+        errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", done.stderr, re.MULTILINE)
+        error = errors[-1] if errors else f"exit code {done.returncode}"
+        return {"error": error, "stderr": done.stderr[-4000:]}
     return json.loads(done.stdout.splitlines()[-1])
 
 

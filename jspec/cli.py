@@ -130,6 +130,8 @@ def _bench_drafts(arguments: argparse.Namespace) -> int:
         method: _model_free_config(method, arguments)
         for method in arguments.method or replay.model_free()
     }
+    if not Path(arguments.file).is_file():
+        raise ValueError(f"{arguments.file} is no file: records are read once for each drafter.")
     longest = max((r.num_tokens for r in replay.read_records(arguments.file)), default=0)
     if not longest:
         raise ValueError(f"{arguments.file} holds no request, wanted one a line.")

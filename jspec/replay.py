@@ -107,7 +107,7 @@ def read_records(path: str | PathLike) -> Iterator[Record]:
       OSError: the file cannot be read.
       ValueError: a line is no such object; the message has its number.
     """
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _parse(line, f"{path}, line {number}")
@@ -265,7 +265,7 @@ def _parse(line: str, where: str) -> Record:
     wanted = 'wanted an object like {"prompt": [1, 2], "output": [3], "segment": "chat"}'
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{where}: no JSON ({error}), {wanted}.") from None
     if not isinstance(entry, dict) or not {"prompt", "output"} <= entry.keys():
         keys = f"keys {sorted(entry)}" if isinstance(entry, dict) else f"a {type(entry).__name__}"

@@ -60,7 +60,7 @@ def assert_same(got, want) -> None:
 def recorded(family: str, *, few_for_kernels: bool = True) -> list:
     """Reads a golden file as parameters (road, inputs, outputs, scalars), with the cases' names.
 
-    Where each case compiles a kernel anew, kernels get the adversarial ones and a tenth of the rest.
+    Where each case compiles anew, kernels get the adversarial ones and a twentieth of the rest.
     """
     data = np.load(Path(__file__).parent / "golden" / f"{family}.npz")
     cases = []
@@ -74,7 +74,7 @@ def recorded(family: str, *, few_for_kernels: bool = True) -> list:
         for road in ROADS:
             road, marks = (road, ()) if isinstance(road, str) else (road.values[0], road.marks)
             random = few_for_kernels and str(name).startswith("rand")
-            if road == "xla" or not random or i % 10 == 0:
+            if road == "xla" or not random or i % 20 == 0:
                 case = (road, parts["in"], parts["out"], json.loads(str(scalars)))
                 cases.append(pytest.param(*case, id=f"{road}-{name}", marks=marks))
     return cases

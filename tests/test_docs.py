@@ -1,5 +1,6 @@
 """What the documents show is what happens."""
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -34,3 +35,9 @@ def test_every_registered_method_is_in_the_readme():
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert all(f" {page.name}\n" in navigation for page in PAGES[1:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_name_of_ours_in_a_page_exists(page):
+    for name in set(re.findall(r"`(jspec(?:\.\w+)+)`", page.read_text())):
+        pkgutil.resolve_name(name)

@@ -1,6 +1,8 @@
 """What the ops refuse, which implementation they choose, and that each kernel lowers for a GPU."""
 
+import doctest
 import functools
+import sys
 from types import SimpleNamespace
 from typing import get_args
 
@@ -10,6 +12,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from benchmarks.ops import case
+from benchmarks.shapes import STEPS
 from jspec.axes import Impl
 from jspec.pallas import (
     _backend,
@@ -158,6 +162,12 @@ def test_a_size_must_be_a_positive_integer(op, name, as_users_run_it):
 
 
 @EVERY_OP
+def test_the_example_of_an_op_runs(op):
+    results = doctest.testmod(sys.modules[op.__module__])
+    assert results.attempted and not results.failed
+
+
+@EVERY_OP
 def test_an_unknown_implementation_is_refused_with_the_known_ones(op, as_users_run_it):
     with pytest.raises(ValueError, match=f"`impl` is 'cuda', wanted one of {get_args(Impl)[0]}"):
         refused(op, impl="cuda")
@@ -226,3 +236,44 @@ def test_every_kernel_lowers_for_a_gpu_that_is_not_there(op, lowering, target, o
         module = traced(**arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert module.count("custom_call") == module.count(f"custom_call @{target}") == 1
     assert f"jspec_{op.__name__}" in module
+
+
+@EVERY_OP
+@pytest.mark.parametrize("impl", ["xla", "interpret"])
+def test_vmap_runs_several_batches_at_once(op, impl):
+    call, args = case(op.__name__, STEPS["b8"])
+    batches = [args, [jnp.roll(x, 1) if x.shape == (8,) else x for x in args]]
+    stacked = [jnp.stack(x) for x in zip(*batches, strict=True)]
+    got = jax.jit(jax.vmap(functools.partial(call, impl=impl)))(*stacked)
+    for i, batch in enumerate(batches):
+        want = jax.jit(functools.partial(call, impl="xla"))(*batch)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], got), want)
+
+
+@EVERY_OP
+@pytest.mark.parametrize("impl", ["xla", "interpret"])
+def test_64_bit_inputs_widen_positions_and_slots_alone(op, impl):
+    call, args = case(op.__name__, STEPS["b8"])
+    narrow = jax.jit(functools.partial(call, impl="xla"))(*args)
+    with jax.enable_x64(True):
+        args = [x if x.dtype == bool else x.astype(jnp.int64) for x in args]
+        wide = jax.jit(functools.partial(call, impl=impl))(*args)
+    jax.tree.map(np.testing.assert_array_equal, wide, narrow)
+    fields = getattr(wide, "_fields", ("positions", "slots", "lengths") if op is eagle_step else ())
+    for name, x in zip(fields, wide, strict=bool(fields)):
+        is_place = any(part in name for part in ("positions", "slots", "lengths"))
+        assert x.dtype == (bool if "mask" in name else jnp.int64 if is_place else jnp.int32)
+    if not fields:
+        assert [x.dtype for x in wide] == [jnp.int32] * 2
+
+
+@EVERY_OP
+def test_mosaic_interpreted_gives_the_same_integers(op, on_an_h200):
+    plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    if not hasattr(plgpu, "force_gpu_interpret_mode"):
+        pytest.skip("this JAX does not interpret Mosaic GPU kernels")
+    call, args = case(op.__name__, STEPS["b8"])
+    with plgpu.force_gpu_interpret_mode(), _backend.use_lowering("mosaic"):
+        got = jax.jit(functools.partial(call, impl="pallas"))(*args)
+    want = jax.jit(functools.partial(call, impl="xla"))(*args)
+    jax.tree.map(np.testing.assert_array_equal, got, want)

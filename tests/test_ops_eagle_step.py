@@ -110,14 +110,6 @@ def test_donated_positions_and_lengths_hold_the_next_step(impl, rng):
     assert_same(got, want)
 
 
-def test_vmap_steps_several_batches_at_once(rng):
-    batches = [[to_array(x) for x in draw(rng, 5, 4)] for _ in range(3)]
-    step = functools.partial(eagle_step, **SIZES, impl="xla")
-    got = jax.vmap(step)(*(jnp.stack(x) for x in zip(*batches, strict=True)))
-    for i, batch in enumerate(batches):
-        assert_same([x[i] for x in got], step(*batch))
-
-
 def test_too_few_rows_are_refused():
     args = to_array([1, 2]), to_array([[1], [2]]), to_array([2, 3])
     with pytest.raises(ValueError, match="`num_rows` is 1, wanted at least 2. Pass num_rows=2"):

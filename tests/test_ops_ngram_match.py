@@ -173,7 +173,7 @@ def as_users_run_it():
         (dict(token_ids=[[1, 2]]), TypeError, "token_ids.*list.*Pass jnp.asarray"),
         (dict(seq_lens=np.ones(3, np.int32)), ValueError, "seq_lens.*Pad or slice"),
         (dict(mask=np.ones(2, np.int32)), TypeError, "mask.*wanted bool"),
-        (dict(rows=np.zeros(3, np.int32)), ValueError, "rows` has it.*Pad or slice"),
+        (dict(rows=np.zeros(3, np.int32)), ValueError, "rows.*Pad or slice"),
         (dict(num_drafts=0), ValueError, "num_drafts.*0"),
         (dict(num_drafts=2.5), TypeError, "num_drafts.*2.5.*Pass a plain int"),
         (dict(min_n=0), ValueError, "min_n.*0"),

@@ -163,6 +163,7 @@ def test_records_are_read_line_by_line(write):
 @pytest.mark.parametrize(
     "line, words",
     [
+        ("[" + "1" * 5000 + "]", "no JSON.*4300 digits"),
         ("nonsense", 'no JSON.*wanted an object like {"prompt"'),
         ([1, 2], "a list, wanted"),
         ({"prompt": [1]}, r"keys \['prompt'\], wanted"),
@@ -240,9 +241,16 @@ def test_an_error_is_one_line_and_exit_code_1(write, capfd, lines, words, messag
     assert re.search(f"^jspec: .*{message}", captured.err)
 
 
-def test_a_missing_file_is_named(capfd):
-    assert cli.main(["bench-drafts", "nowhere.jsonl"]) == 1
-    assert "nowhere.jsonl" in capfd.readouterr().err
+@pytest.mark.parametrize("path", ["nowhere.jsonl", "/dev/null"])
+def test_what_cannot_be_read_twice_is_refused_by_name(path, capfd):
+    assert cli.main(["bench-drafts", path]) == 1
+    assert f"{path} is no file" in capfd.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_refused_at_its_first_line(tmp_path):
+    (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
+    with pytest.raises(ValueError, match="line 1: no JSON"):
+        list(read_records(tmp_path / "binary"))
 
 
 def test_a_method_that_needs_weights_is_refused(write, capfd, monkeypatch):

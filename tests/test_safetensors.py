@@ -151,10 +151,10 @@ def damaged(entry):
 @pytest.mark.parametrize(
     "content,match",
     [
-        (b"\x02\0\0\0\0\0\0\0\xff\xff", "header is not JSON"),
-        (damaged([1, 2]), "header is not"),
-        (damaged({"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}), "Dequantise"),
-        (damaged({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}), "do not match"),
+        (b"\x02\0\0\0\0\0\0\0\xff\xff", "header cannot be read"),
+        (damaged([1, 2]), "header cannot be read"),
+        (damaged({"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}), "Convert the"),
+        (damaged({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}), "does not match"),
     ],
 )
 def test_a_damaged_file_is_refused(content, match, save):
@@ -201,6 +201,7 @@ def test_the_tokenizer_and_the_stop_ids_come_along(save):
     assert jspec.load(folder).chat_template == "c"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_loading_holds_the_weights_once(tmp_path):
     config = {
         "model_type": "llama",
@@ -225,14 +226,15 @@ def test_loading_holds_the_weights_once(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(template))
     script = (
-        "import resource, sys, jax, jspec\n"
+        "import sys, jax, jspec\n"
         "jax.numpy.zeros(1).block_until_ready()\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "def peak():\n"
+        "    fields = dict(line.split(':') for line in open('/proc/self/status'))\n"
+        "    return 1024 * int(fields['VmHWM'].split()[0])\n"
         "before = peak()\n"
-        "params = jspec.load(sys.argv[1], 'float32').params\n"
-        "jax.block_until_ready(params)\n"
+        "jax.block_until_ready(jspec.load(sys.argv[1], 'float32').params)\n"
         "print(peak() - before)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert int(done.stdout) < 1.4 * size  # the weights, one tensor and one leaf
+    assert int(done.stdout) < 1.5 * size  # the weights, one tensor and one leaf

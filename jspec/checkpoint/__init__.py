@@ -65,7 +65,8 @@ def load(path: str | PathLike[str], dtype: DTypeLike = "bfloat16") -> Model:
 
     Args:
       path: a Hugging Face folder (config.json and safetensors), or a GGUF file.
-      dtype: of the weights in memory; what the file holds is converted.
+      dtype: of the weights in memory; what the file holds is converted. Prefer float32 on a CPU,
+        where XLA's bfloat16 is several times slower.
 
     Raises:
       FileNotFoundError: a file is missing.

@@ -63,7 +63,12 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
             "the checkpoint's tensors do not fit its config:\n  " + "\n  ".join(problems) + "\n"
             "Take weights and config.json from the same model."
         )
-    return jax.tree.map_with_path(lambda path, _: jnp.asarray(leaves.pop(_keys(path))), template)
+
+    def move(path: tuple[Any, ...], _: Any) -> jax.Array:
+        # Without the wait, copies queue up and host and device hold everything twice.
+        return jnp.asarray(leaves.pop(_keys(path))).block_until_ready()
+
+    return jax.tree.map_with_path(move, template)
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ package maps whole files: pages of tensors that are done with do not stay in mem
 """
 
 import json
+import math
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -116,39 +117,43 @@ def _read_header(file: Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 + length:
+        data = 8 + length
+        if size < data:
             raise ValueError(
                 f"{file} is truncated or no safetensors file: it has {size} bytes, and its header "
-                f"alone should take {8 + length}. Fetch the file again."
+                f"alone should end at {data}. Fetch the file again."
             )
         header = stream.read(length)
     try:
         entries = json.loads(header)
-    except ValueError as error:
+        entries.pop("__metadata__", None)
+        fields = {
+            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            for name, entry in entries.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{file} is no safetensors file: its header is not JSON. Fetch the file again."
+            f"{file} is no safetensors file: its header cannot be read. Fetch the file again."
         ) from error
-    entries.pop("__metadata__", None)
     tensors = {}
-    for name, entry in entries.items():
-        begin, end = entry["data_offsets"]
-        if 8 + length + end > size:
+    for name, (dtype_name, shape, begin, end) in fields.items():
+        if data + end > size:
             raise ValueError(
-                f"{file} is truncated: tensor {name!r} ends at byte {8 + length + end} of {size}. "
-                "Fetch the file again."
+                f"{file} is truncated: tensor {name!r} ends at byte {data + end}, the file at "
+                f"{size}. Fetch the file again."
             )
-        if entry["dtype"] not in _DTYPES:
+        if dtype_name not in _DTYPES:
             raise ValueError(
-                f"{file}: tensor {name!r} has dtype {entry['dtype']}, wanted one of "
-                f"{', '.join(_DTYPES)}. Dequantise the checkpoint first."
+                f"{file}: tensor {name!r} has dtype {dtype_name}, wanted one of "
+                f"{', '.join(_DTYPES)}. Convert the checkpoint to one of these first."
             )
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        if end - begin != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
+        dtype = _DTYPES[dtype_name]
+        if begin < 0 or end - begin != dtype.itemsize * math.prod(shape):
             raise ValueError(
-                f"{file}: tensor {name!r} of {entry['dtype']}{list(shape)} takes {end - begin} "
-                "bytes, which do not match. Fetch the file again."
+                f"{file}: tensor {name!r} of {dtype_name}{list(shape)} has bytes {begin} to {end}, "
+                "which does not match. Fetch the file again."
             )
-        tensors[name] = (dtype, shape, 8 + length + begin)
+        tensors[name] = (dtype, shape, data + begin)
     return tensors
 
 

@@ -29,6 +29,12 @@ def request_of(cell: Any, query_start: Any, *, num_requests: int, extra: int = 0
     return ended
 
 
+def split(index: Any, size: int) -> tuple[Any, Any]:
+    """Returns (index // size, index % size) of an index that is at least 0, in its own dtype."""
+    size = index.dtype.type(size)
+    return lax.div(index, size), lax.rem(index, size)
+
+
 def slot_of(
     position: Any, request: Any, block_table: Any, *, num_pages: int, page_size: int
 ) -> Any:
@@ -44,9 +50,10 @@ def slot_of(
     Returns:
       The slot; PAD_SLOT where the page is PAD.
     """
-    column = jnp.clip(lax.div(position, page_size), 0, num_pages - 1).astype(jnp.int32)
+    column, offset = split(position, page_size)
+    column = jnp.clip(column, 0, num_pages - 1).astype(jnp.int32)
     page = block_table[request * num_pages + column].astype(position.dtype)
-    return jnp.where(page < 0, PAD_SLOT, page * page_size + lax.rem(position, page_size))
+    return jnp.where(page < 0, PAD_SLOT, page * page_size + offset)
 
 
 def filled(output: jax.ShapeDtypeStruct, value: int) -> jax.Array:

@@ -63,13 +63,27 @@ def eagle_step(
     _dispatch.check_sizes("eagle_step", minimum=B, num_rows=num_rows)
     how = _dispatch.choose(impl, "eagle_step", num_cells=B)
     args = jnp.asarray(positions), jnp.asarray(block_table), jnp.asarray(seq_lens)
-    static = dict(page_size=page_size, max_model_len=max_model_len, num_rows=num_rows)
+    limits = dict(page_size=page_size, max_model_len=max_model_len)
     if how == "xla":
-        return _reference(*args, **static)
-    return _launch(*args, **static, how=how)
+        return _reference(*args, **limits, num_rows=num_rows)
+    kernel = functools.partial(_kernel, num_requests=B, num_pages=sizes["M"], **limits)
+    out = (
+        jax.ShapeDtypeStruct((B,), positions.dtype),
+        jax.ShapeDtypeStruct((num_rows,), positions.dtype),
+        jax.ShapeDtypeStruct((B,), seq_lens.dtype),
+    )
+    return _backend.for_each_cell(kernel, num_rows, args, out, name="jspec_eagle_step", how=how)
 
 
-def _reference(positions, block_table, seq_lens, *, page_size, max_model_len, num_rows):
+def _reference(
+    positions: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    page_size: int,
+    max_model_len: int,
+    num_rows: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     B, M = block_table.shape
     outside = (positions < 0) | (positions >= max_model_len - 1)
     position = jnp.where(outside, 0, positions + 1)
@@ -107,34 +121,3 @@ def _kernel(
     next_position_ref[request] = position
     slot_ref[row] = jnp.where(dead, PAD_SLOT, slot)
     next_seq_len_ref[request] = jnp.where(outside, 1, length)
-
-
-def _launch(
-    positions,
-    block_table,
-    seq_lens,
-    *,
-    page_size,
-    max_model_len,
-    num_rows: int,
-    how: _backend.Road,
-):
-    B, M = block_table.shape
-    return _backend.for_each_cell(
-        functools.partial(
-            _kernel,
-            num_requests=B,
-            num_pages=M,
-            page_size=page_size,
-            max_model_len=max_model_len,
-        ),
-        num_rows,
-        (positions, block_table, seq_lens),
-        (
-            jax.ShapeDtypeStruct((B,), positions.dtype),
-            jax.ShapeDtypeStruct((num_rows,), positions.dtype),
-            jax.ShapeDtypeStruct((B,), seq_lens.dtype),
-        ),
-        name="jspec_eagle_step",
-        how=how,
-    )

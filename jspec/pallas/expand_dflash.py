@@ -1,11 +1,10 @@
 """expand_dflash: context rows and a block of query rows for a block-parallel drafter."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Int
 
 from jspec.axes import PAD_SLOT, AnyArray, Impl
@@ -84,15 +83,16 @@ def expand_dflash(
       >>> rows.token_ids.tolist(), rows.query_positions.tolist(), rows.query_slots.tolist()
       ([900, 7, 7, 7], [12, 13, 14, 15], [4, 5, 6, 7])
     """
-    if num_rejected is None:
-        num_rejected = jnp.zeros_like(query_start[1:])
+    rejected: dict[str, Any] = {}
+    if num_rejected is not None:
+        rejected["num_rejected"] = (num_rejected, "int B")
     sizes = _dispatch.check_arrays(
         "expand_dflash",
         next_token=(next_token, "int B"),
         positions=(positions, "int T"),
         query_start=(query_start, "int B+1"),
         block_table=(block_table, "int B M"),
-        num_rejected=(num_rejected, "int B"),
+        **rejected,
     )
     _dispatch.check_sizes("expand_dflash", num_drafts=num_drafts, page_size=page_size)
     if max_model_len is not None:
@@ -108,6 +108,8 @@ def expand_dflash(
     if min(B, T) == 0:
         fill = (pad_token, 0, PAD_SLOT, 0, PAD_SLOT)
         return BlockRows(*map(_lookup.filled, out, fill), sample_index=sample_index)
+    if num_rejected is None:
+        num_rejected = jnp.zeros(B, jnp.int32)
     args = [jnp.asarray(x) for x in (next_token, positions, query_start, block_table, num_rejected)]
     static = dict(
         width=width,
@@ -209,28 +211,30 @@ def _kernel(
 
     # 1. One query row.
     query = jnp.minimum(cell, B * width - 1)
-    request, offset = lax.div(query, width), lax.rem(query, width)
+    request, offset = _lookup.split(query, width)
     begin, end, accepted_end = bounds(request)
     live = end > begin
     last = positions_ref[jnp.clip(accepted_end - 1, 0, T - 1)]
     position = jnp.where(live, last + 1 + offset.astype(last.dtype), 0)
-    slot = slot_of(position, request)
-    if max_model_len is not None:
-        slot = jnp.where(position < max_model_len, slot, PAD_SLOT)
-        position = jnp.minimum(position, max_model_len - 1)
+    slot = jnp.where(live, slot_of(position, request), PAD_SLOT)
     token = jnp.where(offset == 0, next_token_ref[request].astype(jnp.int32), mask_token)
-    token_ref[query] = jnp.where(live, token, pad_token)
-    query_position_ref[query] = position
-    query_slot_ref[query] = jnp.where(live, slot, PAD_SLOT)
+    token = jnp.where(live, token, pad_token)
 
     # 2. One context row; past the last request it borrows that one's bounds and is dead.
     row = jnp.minimum(cell, T - 1)
     found = _lookup.request_of(row, query_start_ref, num_requests=B)
     owner = jnp.minimum(found, B - 1)
-    live = found < B
-    position = jnp.where(live, positions_ref[row], 0)
-    slot = slot_of(position, owner)
+    context_position = jnp.where(found < B, positions_ref[row], 0)
+    context_slot = jnp.where(found < B, slot_of(context_position, owner), PAD_SLOT)
     if max_model_len is not None:
-        live &= (row < bounds(owner)[2]) & (position < max_model_len)
-    context_position_ref[row] = position
-    context_slot_ref[row] = jnp.where(live, slot, PAD_SLOT)
+        slot = jnp.where(position < max_model_len, slot, PAD_SLOT)
+        position = jnp.minimum(position, max_model_len - 1)
+        accepted = (row < bounds(owner)[2]) & (context_position < max_model_len)
+        context_slot = jnp.where(accepted, context_slot, PAD_SLOT)
+
+    # Stores come last: no load is moved across one, and the loads above overlap.
+    token_ref[query] = token
+    query_position_ref[query] = position
+    query_slot_ref[query] = slot
+    context_position_ref[row] = context_position
+    context_slot_ref[row] = context_slot

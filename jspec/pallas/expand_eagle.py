@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Bool, Int
 
 from jspec.axes import PAD_SLOT, AnyArray, Impl
@@ -218,23 +217,25 @@ def _kernel(
     token = jnp.where(slot < 0, token, next_token_ref[request].astype(jnp.int32))
     token = jnp.where(masked, mask_token, token)
     first = positions_ref[jnp.clip(begin, 0, T - 1)]
-    token_ref[row] = jnp.where(rejected, pad_token, token)
-    position_ref[row] = jnp.where(rejected, 0, first + place.astype(first.dtype))
-    rejected_ref[row] = rejected
-    masked_ref[row] = masked
     has_source = live & ~masked & (source < end) & bool(shift)
-    hidden_source_ref[row] = jnp.where(has_source, source, PAD_SLOT)
 
     # 2. One row to draft from.
     sample = jnp.minimum(cell, B * num_slots - 1)
-    request = lax.div(sample, num_slots)
+    request, offset = _lookup.split(sample, num_slots)
     begin, end, num_kept = bounds(request)
-    offset = jnp.maximum(num_kept + lax.rem(sample, num_slots), 0)
-    sample_index_ref[sample] = jnp.where(end > begin, begin + request * extra + offset, 0)
+    offset = jnp.maximum(num_kept + offset, 0)
+    sample_row = jnp.where(end > begin, begin + request * extra + offset, 0)
 
     # 3. Where one target row's hidden state goes.
     target = jnp.minimum(cell, T - 1)
     owner = _lookup.request_of(target, query_start_ref, num_requests=B)
-    hidden_index_ref[target] = jnp.where(
-        (owner < B) & bool(shift), target + owner * extra, PAD_SLOT
-    )
+    has_row = (owner < B) & bool(shift)
+
+    # Stores come last: no load is moved across one, and the loads above overlap.
+    token_ref[row] = jnp.where(rejected, pad_token, token)
+    position_ref[row] = jnp.where(rejected, 0, first + place.astype(first.dtype))
+    rejected_ref[row] = rejected
+    masked_ref[row] = masked
+    sample_index_ref[sample] = sample_row
+    hidden_index_ref[target] = jnp.where(has_row, target + owner * extra, PAD_SLOT)
+    hidden_source_ref[row] = jnp.where(has_source, source, PAD_SLOT)

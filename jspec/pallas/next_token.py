@@ -43,6 +43,7 @@ def next_token(
     Source: vLLM 0.20.0 v1/spec_decode/utils.py, eagle_prepare_next_token_padded_kernel.
 
     Example:
+      >>> import numpy as np
       >>> sampled = np.array([[5, 7, -1], [-1, -1, -1], [9, 200, 3]], np.int32)
       >>> backup = np.array([70, 71, 72], np.int32)
       >>> next_token(sampled, np.array([False, False, False]), backup, vocab_size=100)
@@ -69,7 +70,11 @@ def next_token(
     args = jnp.asarray(sampled), jnp.asarray(discard), jnp.asarray(backup)
     if how == "xla":
         return _reference(*args, vocab_size=vocab_size)
-    return _launch(*args, vocab_size=vocab_size, how=how)
+    kernel = functools.partial(_kernel, width=sizes["W"], vocab_size=vocab_size)
+    out = jax.ShapeDtypeStruct((sizes["B"],), jnp.int32)
+    return _backend.for_each_cell(
+        kernel, sizes["B"], args, (out, out), name="jspec_next_token", how=how
+    )
 
 
 def _reference(sampled, discard, backup, *, vocab_size: int):
@@ -103,15 +108,3 @@ def _kernel(
         num_valid += valid.astype(jnp.int32)
     token_ref[request] = token
     num_valid_ref[request] = num_valid
-
-
-def _launch(sampled, discard, backup, *, vocab_size: int, how: _backend.Road):
-    B, width = sampled.shape
-    return _backend.for_each_cell(
-        functools.partial(_kernel, width=width, vocab_size=vocab_size),
-        B,
-        (sampled, discard, backup),
-        (jax.ShapeDtypeStruct((B,), jnp.int32),) * 2,
-        name="jspec_next_token",
-        how=how,
-    )

@@ -37,6 +37,7 @@ def sample_index(
     Source: vLLM 0.20.0 v1/spec_decode/utils.py, eagle_prepare_inputs_padded_kernel.
 
     Example:
+      >>> import numpy as np
       >>> cu_num_drafts = np.array([3, 3, 5], np.int32)
       >>> num_valid = np.array([2, 1, 3], np.int32)
       >>> sample_index(cu_num_drafts, num_valid, np.array([0, 4, 10, 13], np.int32))

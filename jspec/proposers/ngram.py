@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Int32
 from numba import int32, int64
 
+from jspec._numba import njit as _njit
 from jspec.axes import PAD_TOKEN
 from jspec.config import CacheConfig, check_at_least
 from jspec.metadata import INT32_MAX
@@ -249,18 +250,6 @@ def _search(history, rows, lengths, *, num_drafts, bounds, max_model_len):
     else:
         _search_serially(*arguments)
     return tokens, counts
-
-
-def _njit(**options) -> Any:
-    """Compiles a function to run without the interpreter lock, kept on disk where that works."""
-
-    def decorate(function):
-        try:
-            return numba.njit(nogil=True, cache=True, **options)(function)
-        except RuntimeError:  # numba found no writable folder: a read-only install
-            return numba.njit(nogil=True, **options)(function)
-
-    return decorate
 
 
 _VECTOR, _TABLE = int32[::1], int32[:, ::1]

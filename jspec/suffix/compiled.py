@@ -1,0 +1,217 @@
+"""What Python calls. The tables come one by one: a named tuple takes longer to hand over than all.
+
+Where a call may need rows that are not there it changes nothing and says so; its caller makes room
+and calls again.
+"""
+
+import functools
+
+import numpy as np
+from numba import float32, float64, int32, int64
+
+from jspec._numba import entry, njit, part
+from jspec.suffix import branching, drafting, paths, siblings, tables
+from jspec.suffix.drafting import Limits, Scratch
+from jspec.suffix.paths import append
+from jspec.suffix.siblings import hash_child
+from jspec.suffix.tables import (
+    END,
+    GROUPS,
+    LENGTH,
+    LIVE,
+    NODES,
+    NONE,
+    PAGES,
+    STARTS,
+    Forest,
+    depth_of,
+    token_at,
+)
+
+ADDED, NO_ROOM, NO_TOKEN = range(3)
+
+_rows_needed = part(tables.rows_needed)
+_entry = entry(branching, drafting, paths, siblings, tables)
+_TABLE, _VECTOR = int32[:, ::1], int32[::1]
+_FOREST = (*[_TABLE] * 5, *[_VECTOR] * 2)
+
+
+@functools.cache
+def compile_all() -> None:
+    """Compiles the functions below: seconds the first time, then from disk."""
+    limits = (int64, float64, float64, float64)
+    for function, arguments in (
+        (rehash, (_VECTOR, _VECTOR)),
+        (new_sequence, (int64,)),
+        (extend, (int64, int64, _VECTOR)),
+        (remove_sequence, (int64,)),
+        (remove_tree, (int64,)),
+        (speculate, (int64, int64, _VECTOR, *limits, _VECTOR, float32[::1])),
+        (advance, (*[_VECTOR] * 5, int64, *limits[1:], _TABLE, _VECTOR)),
+    ):
+        function.compile((*_FOREST, *arguments))
+
+
+@_entry
+def rehash(nodes, groups, pages, sequences, used, buckets, chain, old_buckets, old_chain):
+    """Fills `buckets` and `chain` from what they were before the tables grew."""
+    forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
+    for first in old_buckets:
+        node = int64(first)
+        while node != NONE:
+            hash_child(forest, node)
+            node = int64(old_chain[node])
+
+
+@_entry
+def new_sequence(nodes, groups, pages, sequences, used, buckets, chain, root):
+    """See `jspec.suffix.tables.new_sequence`; the tables have a row for it."""
+    forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
+    return tables.new_sequence(forest, root)
+
+
+@_entry
+def extend(nodes, groups, pages, sequences, used, buckets, chain, own, shared, tokens):
+    """Adds tokens to one or two sequences (NONE = no second); returns ADDED, or why it did not."""
+    forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
+    for token in tokens:
+        if token == END:
+            return NO_TOKEN
+    if not _has_room(forest, 2 * tokens.size, 2):
+        return NO_ROOM
+    for token in tokens:
+        append(forest, own, token)
+        if shared != NONE:
+            append(forest, shared, token)
+    return ADDED
+
+
+@_entry
+def remove_sequence(nodes, groups, pages, sequences, used, buckets, chain, sequence):
+    """See `jspec.suffix.paths.remove_sequence`."""
+    forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
+    paths.remove_sequence(forest, sequence)
+
+
+@_entry
+def remove_tree(nodes, groups, pages, sequences, used, buckets, chain, sequence):
+    """See `jspec.suffix.paths.remove_tree`."""
+    forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
+    paths.remove_tree(forest, sequence)
+
+
+@_entry
+def speculate(
+    nodes,
+    groups,
+    pages,
+    sequences,
+    used,
+    buckets,
+    chain,
+    own,
+    shared_root,
+    context,
+    most,
+    factor,
+    offset,
+    least_prob,
+    tokens,
+    probs,
+):
+    """See `jspec.suffix.drafting.speculate`."""
+    forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
+    limits = Limits(most, factor, offset, least_prob)
+    scratch = _scratch(tokens.size, context.size)
+    return drafting.speculate(forest, own, shared_root, context, limits, scratch, tokens, probs)
+
+
+@_entry
+def speculate_tree(
+    nodes,
+    groups,
+    pages,
+    sequences,
+    used,
+    buckets,
+    chain,
+    own,
+    shared_root,
+    context,
+    most,
+    factor,
+    offset,
+    least_prob,
+):
+    """See `jspec.suffix.branching.speculate_tree`. Compiled when it is first called."""
+    forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
+    limits = Limits(most, factor, offset, least_prob)
+    return branching.speculate_tree(forest, own, shared_root, context, limits)
+
+
+@_entry
+def advance(
+    nodes,
+    groups,
+    pages,
+    sequences,
+    used,
+    buckets,
+    chain,
+    own,  # [B] a sequence in a tree of its own, or NONE for padding
+    shared,  # [B] the response's sequence in the shared tree, or NONE
+    new_start,  # [B + 1]
+    new_tokens,  # [new_start[B]]
+    room,  # [B] most drafts of each row
+    shared_root,
+    factor,
+    offset,
+    least_prob,
+    tokens,  # [B, K] out
+    num_drafts,  # [B] out
+):
+    """Adds each row's new tokens, then drafts for it; row by row. Returns as `extend`."""
+    forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
+    depth = depth_of(forest)
+    for token in new_tokens:
+        if token == END:
+            return NO_TOKEN
+    if not _has_room(forest, 2 * new_tokens.size, 2 * own.size):
+        return NO_ROOM
+    context, probs = np.empty(depth, np.int32), np.empty(tokens.shape[1], np.float32)
+    scratch = _scratch(tokens.shape[1], depth)
+    for b in range(own.size):
+        if own[b] == NONE:
+            continue
+        for i in range(new_start[b], new_start[b + 1]):
+            append(forest, own[b], new_tokens[i])
+            if shared[b] != NONE:
+                append(forest, shared[b], new_tokens[i])
+        limits = Limits(min(int64(room[b]), tokens.shape[1]), factor, offset, least_prob)
+        if limits.most <= 0:
+            continue
+        length = int64(sequences[own[b], LENGTH])
+        size = min(length, depth)
+        oldest = sequences[own[b], STARTS + (length - size) % depth + depth]
+        for i in range(size):
+            context[i] = token_at(pages, oldest, i)
+        num_drafts[b] = drafting.speculate(
+            *(forest, own[b], shared_root, context[:size], limits, scratch, tokens[b], probs)
+        )[0]
+    return ADDED
+
+
+@part
+def _has_room(forest, num_tokens, num_sequences):
+    depth, used = depth_of(forest), forest.used
+    for kind, table in ((NODES, forest.nodes), (GROUPS, forest.groups), (PAGES, forest.pages)):
+        needed = _rows_needed(kind, depth, num_tokens, num_sequences)
+        if table.shape[0] - used[kind, LIVE] < needed:
+            return False
+    return True
+
+
+@njit()
+def _scratch(num_drafts, depth):
+    tokens, probs = np.empty(num_drafts, np.int32), np.empty(num_drafts, np.float32)
+    return Scratch(tokens, probs, np.empty(depth, np.int64))
