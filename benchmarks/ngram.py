@@ -32,6 +32,7 @@ import numba
 import numpy as np
 
 from benchmarks.ngram_original import Original, torch_search
+from benchmarks.shapes import command_line
 from jspec.config import CacheConfig
 from jspec.pallas.ngram_match import ngram_match
 from jspec.proposers import ngram
@@ -76,7 +77,7 @@ def setting() -> dict[str, Any]:
     with open("/proc/cpuinfo") as lines:
         cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")
     return {
-        "command": f"python -m benchmarks.ngram {' '.join(sys.argv[1:])}",
+        "command": command_line("ngram"),
         "host": f"{cpu}, {os.cpu_count()} threads",
         "device": jax.devices()[0].device_kind,
         "python": platform.python_version(),

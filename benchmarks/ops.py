@@ -16,7 +16,6 @@ import importlib.metadata
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,13 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.shapes import STEPS, StepShape
+from benchmarks.shapes import STEPS, StepShape, command_line
 from jspec import pallas
 from jspec.pallas import _backend
 
 OPS = ("next_token", "sample_index", "eagle_step", "expand_eagle", "expand_dflash")
 GPU_ROADS = ("xla", "triton", "mosaic")
 ANY_ROADS = ("xla", "interpret")
+UNROLLED = 20  # calls in the body of the loop: compiled once, and long beside a loop's overhead
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=2, metavar=("OP", "ROAD"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or (["b1"] if arguments.smoke else list(STEPS))
-    arguments.counts = arguments.counts or ([1, 3] if arguments.smoke else [10, 60])
+    arguments.counts = arguments.counts or ([1, 3] if arguments.smoke else [100, 600])
     if arguments.worker:
         print(json.dumps(work(*arguments.worker, arguments)))
         return
@@ -64,10 +64,10 @@ def main() -> None:
         for road in ANY_ROADS if arguments.smoke else GPU_ROADS:
             results["ops"].setdefault(op, {})[road] = run_worker(op, road, arguments)
             print(f"{op} {road}: done", file=sys.stderr)
+            if arguments.output:  # after each, so that a run cut short keeps what it has
+                arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                arguments.output.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results, arguments.steps))
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def setting(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def setting(arguments: argparse.Namespace) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {
-        "command": " ".join(["python -m benchmarks.ops", *sys.argv[1:]]),
+        "command": command_line("ops"),
         "versions": versions,
         "chain": arguments.counts,
         "shapes": {name: vars(STEPS[name]) for name in arguments.steps},
@@ -180,24 +180,35 @@ def case(op: str, shape: StepShape) -> tuple[Callable, tuple[jax.Array, ...]]:
 def chain(call: Callable, count: int) -> Callable:
     """Builds a program of `count` calls, each of which waits for all results of the one before."""
 
-    def program(zero, *args):
-        for _ in range(count):
-            args, outputs = lax.optimization_barrier((args, tuple(call(*args))))
-            args, outputs = lax.optimization_barrier((link(zero, args, outputs), outputs))
+    def step(zero, args):
+        args, outputs = lax.optimization_barrier((args, tuple(call(*args))))
+        args, _ = lax.optimization_barrier((link(zero, args, outputs), outputs))
         return args
 
-    return program
+    return repeat(step, count)
 
 
 def links_alone(outputs: Any, count: int) -> Callable:
     """Builds the same program without the calls."""
 
-    def program(zero, *args):
-        current = tuple(outputs)
-        for _ in range(count):
-            args = link(zero, args, current)
-            args, current = lax.optimization_barrier((args, current))
+    def step(zero, args):
+        args, current = lax.optimization_barrier((args, tuple(outputs)))
+        return link(zero, args, current)
+
+    return repeat(step, count)
+
+
+def repeat(step: Callable, count: int) -> Callable:
+    """Runs a step `count` times: a loop of known length over a short unrolled body."""
+    unrolled = min(count, UNROLLED)
+
+    def body(zero, args):
+        for _ in range(unrolled):
+            args = step(zero, args)
         return args
+
+    def program(zero, *args):
+        return lax.fori_loop(0, count // unrolled, lambda _, args: body(zero, args), args)
 
     return program
 
@@ -214,8 +225,8 @@ def slope(programs: list[Callable], args: tuple, counts: list[int]) -> float:
     return (long - short) / (counts[1] - counts[0]) * 1e6
 
 
-def seconds(program: Callable, args: tuple, *, repeats: int = 9, calls: int = 20) -> float:
-    """Returns the median time of a program over batches of unblocked calls."""
+def seconds(program: Callable, args: tuple, *, repeats: int = 25, calls: int = 5) -> float:
+    """Returns the best time of a program over batches of unblocked calls."""
     zero = jnp.zeros((), jnp.int32)
     jax.block_until_ready([program(zero, *args) for _ in range(3)])
     times = []
@@ -223,7 +234,7 @@ def seconds(program: Callable, args: tuple, *, repeats: int = 9, calls: int = 20
         begin = time.perf_counter()
         jax.block_until_ready([program(zero, *args) for _ in range(calls)])
         times.append((time.perf_counter() - begin) / calls)
-    return statistics.median(times)
+    return min(times)
 
 
 def launches(program: Callable, args: tuple) -> dict[str, int]:
@@ -236,7 +247,7 @@ def launches(program: Callable, args: tuple) -> dict[str, int]:
         planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
         names = Counter(event.name for p in planes for line in p.lines for event in line.events)
     return {
-        "graphs": names["cuGraphLaunch"],
+        "graphs": sum(n for name, n in names.items() if name.startswith("cuGraphLaunch")),
         "kernels": sum(n for name, n in names.items() if name.startswith("cuLaunchKernel")),
     }
 

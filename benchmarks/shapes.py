@@ -1,5 +1,6 @@
-"""Named shapes that benchmarks and tests share."""
+"""Named shapes that benchmarks and tests share, and how a result names its command."""
 
+import sys
 from dataclasses import dataclass
 
 
@@ -39,3 +40,12 @@ class StepShape:
 
 STEPS = {f"b{requests}": StepShape(requests=requests) for requests in (1, 8, 64, 256)}
 """One request (latency), small and large serving batches; Llama-3.1's vocabulary."""
+
+
+def command_line(module: str) -> str:
+    """Returns the command that gives a result: this process's words but the output's path."""
+    words = sys.argv[1:]
+    if "--output" in words:
+        at = words.index("--output")
+        words = words[:at] + words[at + 2 :]
+    return " ".join([f"python -m benchmarks.{module}", *words])

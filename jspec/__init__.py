@@ -15,7 +15,9 @@ from jspec.proposers import REGISTRY
 from jspec.proposers.base import Proposer
 from jspec.proposers.ngram import NgramConfig
 from jspec.proposers.ngram_gpu import NgramGPUConfig
+from jspec.proposers.suffix import SuffixConfig
 from jspec.state import Batch, Drafts, PagedView, Scheduled, State, Verified
+from jspec.suffix import SuffixDecodingCache
 
 __all__ = [
     "PAD_SLOT",
@@ -32,6 +34,8 @@ __all__ = [
     "Proposer",
     "Scheduled",
     "State",
+    "SuffixConfig",
+    "SuffixDecodingCache",
     "Verified",
     "admit",
     "generate",

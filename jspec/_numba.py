@@ -27,7 +27,8 @@ def part(function: Callable) -> Any:
     It allocates nothing, so numba can leave out its reference counts: atomic operations, and most
     of the time of a function that reads a few cells.
     """
-    return numba.njit(nogil=True, _nrt=False)(function)
+    options: dict[str, Any] = {"nogil": True, "forceinline": True, "_nrt": False}
+    return numba.njit(**options)(function)
 
 
 def entry(*sources: ModuleType, **options) -> Any:

@@ -119,6 +119,8 @@ def attend(
     Returns:
       Attention outputs in the dtype of `q`; zeros for padding rows. Products accumulate, and the
       softmax is computed, in float32. Slots at or past `seq_lens` may hold anything, NaN too.
+
+    Source: the running softmax of arXiv 1805.02867, over blocks of pages.
     """
     T, N, d = q.shape
     S, n = cache.k.shape[2:4]

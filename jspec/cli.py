@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="Hugging Face folder, .gguf file, or smollm2 (fetched)")
     methods = ", ".join(proposers.REGISTRY)
     add("--method", default="ngram", help=f"{methods}, or none (default: ngram)")
-    add("--num-drafts", type=int, default=5, metavar="K", help="drafts per step (default: 5)")
-    add("--min-n", type=int, default=2, help="shortest n-gram to look up (default: 2)")
-    add("--max-n", type=int, default=4, help="longest n-gram to look up (default: 4)")
+    _add_drafter_options(add)
     add("--prompt", required=True, action="append", help="text; may be given several times")
     add("--raw", action="store_true", help="continue the text itself, without the chat form")
     add("--max-tokens", type=int, default=128, help="most tokens to add (default: 128)")
@@ -82,9 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add = bench.add_argument
     add("file", help='JSON lines: {"prompt": [ids], "output": [ids], "segment": "chat"}')
     add("--method", action="append", help="replay this one; may be given several times")
-    add("--num-drafts", type=int, default=5, metavar="K", help="drafts per step (default: 5)")
-    add("--min-n", type=int, default=2, help="shortest n-gram to look up (default: 2)")
-    add("--max-n", type=int, default=4, help="longest n-gram to look up (default: 4)")
+    _add_drafter_options(add)
     add("--max-requests", type=int, default=8, help="requests at the same time (default: 8)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
@@ -95,8 +91,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_drafter_options(add: Callable[..., Any]) -> None:
+    add("--num-drafts", type=int, metavar="K", help="drafts per step (default: 5)")
+    add("--min-n", type=int, help="ngram: shortest n-gram to look up (default: 2)")
+    add("--max-n", type=int, help="ngram: longest n-gram to look up (default: 4)")
+    add("--min-prob", type=float, help="suffix: least probability of a draft (default: 0.1)")
+    add("--spec-factor", type=float, help="suffix: drafts per matched token (default: 1.0)")
+    add("--warm-start", metavar="FILE", help="suffix: cache of responses to start from")
+
+
 def _generate(arguments: argparse.Namespace) -> int:
-    config = _drafter(arguments)
+    config = _drafter(arguments.method, arguments)
     model = open_model(arguments.model, arguments.dtype, quiet=arguments.json)
     tokenizer = open_tokenizer(model)
     encode = tokenizer.encode if arguments.raw else tokenizer.chat
@@ -126,10 +131,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _bench_drafts(arguments: argparse.Namespace) -> int:
-    configs = {
-        method: _model_free_config(method, arguments)
-        for method in arguments.method or replay.model_free()
-    }
+    methods = [_check_model_free(method) for method in arguments.method or replay.model_free()]
+    configs = {method: _drafter(method, arguments, others=methods) for method in methods}
     if not Path(arguments.file).is_file():
         raise ValueError(f"{arguments.file} is no file: records are read once for each drafter.")
     longest = max((r.num_tokens for r in replay.read_records(arguments.file)), default=0)
@@ -154,18 +157,13 @@ def _bench_drafts(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _model_free_config(method: str, arguments: argparse.Namespace) -> Any:
-    """Builds a drafter's config from the options that it has."""
-    proposer = proposers.find(method)
-    if not proposer.model_free:
+def _check_model_free(method: str) -> str:
+    if not proposers.find(method).model_free:
         raise ValueError(
             f"--method {method} needs weights; without are {', '.join(replay.model_free())}. "
             "Run python -m jspec generate to measure it."
         )
-    lookup = {"prompt_lookup_min": arguments.min_n, "prompt_lookup_max": arguments.max_n}
-    known = {field.name for field in dataclasses.fields(proposer.Config)}
-    options = {name: value for name, value in lookup.items() if name in known}
-    return proposer.Config(num_drafts=arguments.num_drafts, **options)
+    return method
 
 
 def _segment(name: str, by_method: dict[str, dict[str, replay.Tally]]) -> dict[str, Any]:
@@ -207,15 +205,48 @@ def _demo(arguments: argparse.Namespace) -> int:
     return run(max_tokens=arguments.max_tokens, output=Path(arguments.output))
 
 
-def _drafter(arguments: argparse.Namespace) -> Any:
-    """Builds the drafter's config, None for plain decoding: before anything is loaded."""
-    if arguments.method == "none":
-        return None
-    return proposers.find(arguments.method).Config(
-        num_drafts=arguments.num_drafts,
-        prompt_lookup_min=arguments.min_n,
-        prompt_lookup_max=arguments.max_n,
-    )
+# Options of the command line, and the fields of a config that they set.
+_FIELDS = {
+    "num_drafts": "num_drafts",
+    "min_n": "prompt_lookup_min",
+    "max_n": "prompt_lookup_max",
+    "min_prob": "min_token_prob",
+    "spec_factor": "max_spec_factor",
+    "warm_start": "warm_start",
+}
+_DEFAULTS = {"num_drafts": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+def _drafter(method: str, arguments: argparse.Namespace, others: Sequence[str] = ()) -> Any:
+    """Builds a drafter's config, None for plain decoding: before anything is loaded.
+
+    Raises:
+      ValueError: an option was given that neither this method nor one of `others` has.
+    """
+    config = None if method == "none" else proposers.find(method).Config
+    known = _option_fields(method)
+    used = known.union(*map(_option_fields, others))
+    values = {f: v for o, f in _FIELDS.items() if (v := getattr(arguments, o)) is not None}
+    for option, name in _FIELDS.items():
+        if name in values and name not in used:
+            raise ValueError(
+                f"--{option.replace('_', '-')} has no effect with --method {method}. Leave it out; "
+                f"options of this method: {_spell(known) or 'none'}."
+            )
+    options = {name: value for name, value in (_DEFAULTS | values).items() if name in known}
+    return config and config(**options)
+
+
+def _option_fields(method: str) -> set[str]:
+    """Names the fields of a method's config that options set."""
+    if method == "none":
+        return set()
+    fields = dataclasses.fields(proposers.find(method).Config)
+    return {field.name for field in fields} & set(_FIELDS.values())
+
+
+def _spell(fields: set[str]) -> str:
+    return ", ".join(f"--{o.replace('_', '-')}" for o, f in _FIELDS.items() if f in fields)
 
 
 def open_model(name: str, dtype: str, *, quiet: bool = False) -> Model:

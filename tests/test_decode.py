@@ -12,6 +12,7 @@ from jspec.proposers import REGISTRY
 from tests.counting import backend_compiles
 
 LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+OPTIONS = {"ngram": LOOKUP, "ngram_gpu": LOOKUP, "suffix": {"max_spec_offset": 2.0}}
 NUM_TOKENS = 32
 
 
@@ -49,7 +50,7 @@ def test_plain_decoding_gives_the_golden_continuations(plain, golden):
 @pytest.mark.parametrize("num_drafts", [1, 2, 5, 8])
 @pytest.mark.parametrize("name", REGISTRY)
 def test_speculation_equals_plain_decoding(model, prompts, plain, name, num_drafts, max_requests):
-    config = REGISTRY[name].Config(num_drafts=num_drafts, **LOOKUP)
+    config = REGISTRY[name].Config(num_drafts=num_drafts, **OPTIONS.get(name, {}))
     report = jspec.generate(
         model, prompts, config, max_tokens=NUM_TOKENS, max_requests=max_requests, stop_ids=()
     )
@@ -68,7 +69,7 @@ def test_stop_tokens_and_few_pages_change_when_requests_run_but_not_what_they_sa
     assert {g.reason for g in wanted.generations} == {"stop", "length"}
     assert wanted.generations[0].tokens == texts[0][: texts[0].index(stop) + 1]
     cache = jspec.CacheConfig(num_pages=20, page_size=8, max_model_len=128, dtype="float32")
-    config = REGISTRY[name].Config(num_drafts=4, **LOOKUP)
+    config = REGISTRY[name].Config(num_drafts=4, **OPTIONS.get(name, {}))
     report = jspec.generate(
         model,
         prompts,
@@ -88,7 +89,7 @@ def test_a_request_ends_at_the_longest_length_the_cache_allows(model, prompts, n
     some = [p for p in prompts if len(p) <= 46]
     assert max(map(len, some)) + NUM_TOKENS > 46
     wanted = jspec.generate_plain(model, some, max_tokens=NUM_TOKENS, cache=cache, stop_ids=())
-    config = REGISTRY[name].Config(num_drafts=5, **LOOKUP)
+    config = REGISTRY[name].Config(num_drafts=5, **OPTIONS.get(name, {}))
     report = jspec.generate(
         model, some, config, max_tokens=NUM_TOKENS, max_requests=1, cache=cache, stop_ids=()
     )
@@ -106,7 +107,7 @@ def test_tokens_stream_in_order_with_accepted_drafts_counted(model, prompts, nam
         seen[index] += tokens
         accepted += num_accepted
 
-    config = REGISTRY[name].Config(num_drafts=5, **LOOKUP)
+    config = REGISTRY[name].Config(num_drafts=5, **OPTIONS.get(name, {}))
     report = jspec.generate(
         model, prompts[:3], config, max_tokens=NUM_TOKENS, stop_ids=(), on_tokens=on_tokens
     )
@@ -116,7 +117,7 @@ def test_tokens_stream_in_order_with_accepted_drafts_counted(model, prompts, nam
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_warmed_loop_never_compiles(model, prompts, name):
-    config = REGISTRY[name].Config(num_drafts=5, **LOOKUP)
+    config = REGISTRY[name].Config(num_drafts=5, **OPTIONS.get(name, {}))
     engine = Engine(model, prompts, config, max_tokens=12, max_requests=3, stop_ids=())
     engine.warmup()
     with backend_compiles() as compiled:
@@ -126,7 +127,7 @@ def test_a_warmed_loop_never_compiles(model, prompts, name):
 
 @pytest.mark.parametrize("name", [n for n in REGISTRY if REGISTRY[n].kind == "device"])
 def test_a_device_drafter_is_read_once_a_step(model, prompts, name, monkeypatch):
-    config = REGISTRY[name].Config(num_drafts=3, **LOOKUP)
+    config = REGISTRY[name].Config(num_drafts=3, **OPTIONS.get(name, {}))
     engine = Engine(model, prompts[:2], config, max_tokens=12, max_requests=2, stop_ids=())
     reads = []
     device_get = jax.device_get

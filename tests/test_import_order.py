@@ -7,9 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = (
-    ("axes",),
+    ("axes", "_numba"),
     ("config", "state", "pallas"),
-    ("cache", "metadata", "verify", "metrics"),
+    ("cache", "metadata", "verify", "metrics", "suffix"),
     ("models", "checkpoint"),
     ("proposers",),
     ("api",),

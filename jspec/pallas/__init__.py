@@ -4,6 +4,7 @@ from jspec.pallas.eagle_step import eagle_step
 from jspec.pallas.expand_dflash import BlockRows, expand_dflash
 from jspec.pallas.expand_eagle import ExpandedRows, expand_eagle
 from jspec.pallas.next_token import next_token
+from jspec.pallas.ngram_match import ngram_match
 from jspec.pallas.sample_index import sample_index
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "expand_dflash",
     "expand_eagle",
     "next_token",
+    "ngram_match",
     "sample_index",
 ]

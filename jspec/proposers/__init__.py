@@ -3,7 +3,7 @@
 import difflib
 from typing import Any
 
-from jspec.proposers import ngram, ngram_gpu
+from jspec.proposers import ngram, ngram_gpu, suffix
 from jspec.proposers.base import Proposer
 
 REGISTRY: dict[str, Proposer] = {
@@ -11,6 +11,7 @@ REGISTRY: dict[str, Proposer] = {
     for module in (
         ngram,
         ngram_gpu,
+        suffix,
     )
 }
 

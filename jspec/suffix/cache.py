@@ -1,29 +1,41 @@
-"""The suffix cache: trees of active requests, and one tree over the responses of all requests.
+"""The suffix cache: a tree for each active request, and one over the responses of all of them.
 
-Source: arXiv 2411.04975; the public interface is that of Arctic Inference's SuffixDecodingCache.
+Source: arXiv 2411.04975; the interface is that of Arctic Inference's SuffixDecodingCache.
 """
 
-import json
-import math
-import os
 import threading
 from collections.abc import Hashable, KeysView, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from os import PathLike
+from typing import Self, TypeAlias
 
 import numpy as np
 from jaxtyping import Int32
 
 from jspec.config import check_at_least
-from jspec.suffix import drafting, forest
-from jspec.suffix.forest import GROUPS, LENGTH, LIVE, NODES, NONE, PAGE, PAGES, SEQUENCES
+from jspec.suffix import compiled, files
+from jspec.suffix.tables import (
+    END,
+    FIRST_PAGE,
+    GROUPS,
+    LENGTH,
+    LIVE,
+    NEXT_PAGE,
+    NODES,
+    NONE,
+    PAGE,
+    PAGES,
+    ROOT,
+    SEQUENCES,
+    grown_by,
+    new_forest,
+    rows_needed,
+)
 
-_FORMAT = "jspec-suffix-cache-1"
-_MAX_ROWS = 2**31 - 1  # of a table, or places: they are int32
-_CHUNK = 256  # tokens added at a time: the rows reserved for them bound what a call may waste
+TokenIds: TypeAlias = Int32[np.ndarray, "n"] | Sequence[int]
 
-TokenIds = Int32[np.ndarray, "n"] | Sequence[int]
+_CHUNK = 256  # tokens added by one call: the tables have room to spare for the worst of them
+_NOBODY = object()
 
 
 @dataclass
@@ -33,9 +45,9 @@ class SuffixDecodingDraft:
     Attributes:
       token_ids: the draft.
       parents: index of each token's parent in `token_ids`; -1 where it follows the context.
-      probs: share of the occurrences of the match that went on like this, per token.
-      score: sum of `probs`, the expected number of accepted tokens.
-      match_len: tokens at the end of the context that were found before.
+      probs: how probable each token is, by the counts of what followed the match so far.
+      score: sum of `probs`: the expected number of accepted tokens.
+      match_len: tokens at the end of the context that were found.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -48,17 +60,17 @@ class SuffixDecodingDraft:
 class SuffixDecodingCache:
     """Remembers what requests said, and drafts from it.
 
-    A request has a tree of its own text, prompt and response, from `start_request` to
-    `stop_request`. Responses also go to one tree that all requests draft from, until they are
-    evicted: the oldest first, beyond any of the limits.
+    A request has a tree over its own text, prompt and response, from `start_request` to
+    `stop_request`. Responses also enter a tree that all requests draft from, where they stay until
+    they are evicted: the oldest first, as soon as one of the limits is passed.
 
     Args:
       max_tree_depth: longest path that is counted, match and draft together, in tokens.
       max_cached_requests: most responses in the shared tree; 0 = no shared tree, -1 = no limit.
-      max_cached_tokens: most tokens of those responses together; None = no limit. The newest
+      max_cached_tokens: most tokens of these responses together; None = no limit. The newest
         response stays, whatever its length.
-      max_bytes: size at which the tables stop to grow as long as a response is left to evict; None
-        = no limit. The text of active requests is kept in any case.
+      max_bytes: the tables grow beyond this size for the text of active requests alone: before
+        that, responses are evicted. None = no limit.
 
     Raises:
       ValueError: a limit is out of range.
@@ -66,8 +78,8 @@ class SuffixDecodingCache:
     Example:
       >>> cache = SuffixDecodingCache(max_tree_depth=8)
       >>> cache.start_request("a", [1, 2, 3, 4, 1, 2])
-      >>> cache.speculate("a", [4, 1, 2], max_spec_tokens=2)
-      SuffixDecodingDraft(token_ids=[3, 4], parents=[-1, 0], probs=[0.5, 0.5], score=1.0, match_len=2)
+      >>> cache.speculate("a", [4, 1, 2], max_spec_tokens=2).token_ids
+      [3, 4]
     """
 
     def __init__(
@@ -81,20 +93,23 @@ class SuffixDecodingCache:
         owner = type(self).__name__
         check_at_least(owner, 1, max_tree_depth=max_tree_depth)
         check_at_least(owner, -1, max_cached_requests=max_cached_requests)
-        given = {"max_cached_tokens": max_cached_tokens, "max_bytes": max_bytes}
-        check_at_least(owner, 1, **{k: v for k, v in given.items() if v is not None})
+        for name, limit in (("max_cached_tokens", max_cached_tokens), ("max_bytes", max_bytes)):
+            if limit is not None:
+                check_at_least(owner, 1, **{name: limit})
+        compiled.compile_all()
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self.max_cached_tokens = max_cached_tokens
         self.max_bytes = max_bytes
-        self._forest = forest.empty(max_tree_depth)
-        self._own: dict[Hashable, int] = {}  # sequences, by request
-        self._shared: dict[Hashable, int] = {}  # oldest first
+        self._forest = new_forest(max_tree_depth)
+        self._draft = np.empty(max_tree_depth, np.int32), np.empty(max_tree_depth, np.float32)
+        self._own: dict[Hashable, int] = {}  # request -> sequence
+        self._shared: dict[Hashable, int] = {}  # likewise, the oldest first
         self._num_cached_tokens = 0
-        # The compiled code runs without the interpreter lock, so threads need one of ours.
+        # Compiled code runs without the interpreter lock: threads would meet in the tables.
         self._lock = threading.RLock()
-        self._reserve(num_sequences=1)
-        self._shared_root = drafting.new_root(self._forest)
+        anchor = self._new_sequence()  # keeps the shared tree's root
+        self._shared_root = int(self._forest.sequences[anchor, ROOT])
 
     @property
     def active_requests(self) -> KeysView[Hashable]:
@@ -107,40 +122,38 @@ class SuffixDecodingCache:
         return self._shared.keys()
 
     @property
-    def num_nodes(self) -> int:
-        """Counts the nodes of all trees."""
-        return int(self._forest.used[NODES, LIVE])
-
-    @property
     def num_cached_tokens(self) -> int:
         """Counts the tokens of the responses in the shared tree."""
         return self._num_cached_tokens
 
     @property
+    def num_nodes(self) -> int:
+        """Counts the nodes of all trees."""
+        return int(self._forest.used[NODES, LIVE])
+
+    @property
     def num_bytes(self) -> int:
-        """Sums the sizes of the tables, free rows included: they are kept for later requests."""
+        """Sums the sizes of the tables, with the rows that later text will use again."""
         return sum(table.nbytes for table in self._forest)
 
     def start_request(self, req_id: Hashable, prompt_token_ids: TokenIds) -> None:
-        """Starts a tree for a request, and its response in the shared tree.
+        """Starts a request's own tree with its prompt, and its response in the shared tree.
 
         Args:
-          req_id: any hashable; a cached response of the same id is evicted.
+          req_id: any hashable; a cached response under the same id is evicted.
           prompt_token_ids: int32 [n].
 
         Raises:
-          ValueError: the request is active, or the tokens are no int32 vector.
+          ValueError: the request is active, or the tokens are not a vector of int32.
         """
         with self._lock:
             if req_id in self._own:
                 raise ValueError(
-                    f"start_request: {req_id!r} is active. Call stop_request({req_id!r}) first, or "
-                    "pass another id."
+                    f"start_request: {req_id!r} is active already. Call stop_request({req_id!r}) "
+                    "first, or pass another id."
                 )
-            prompt = _as_tokens("start_request", "prompt_token_ids", prompt_token_ids)
-            self._reserve(num_sequences=2)
-            root = drafting.new_root(self._forest)
-            self._own[req_id] = drafting.new_sequence(self._forest, root)
+            prompt = _as_text("start_request", "prompt_token_ids", prompt_token_ids)
+            self._own[req_id] = self._new_sequence()
             self._extend(self._own[req_id], prompt)
             if self.max_cached_requests != 0:
                 if req_id in self._shared:
@@ -148,23 +161,19 @@ class SuffixDecodingCache:
                 self._share(req_id)
 
     def add_active_response(self, req_id: Hashable, token_ids: TokenIds) -> None:
-        """Appends tokens to a request's response, for its own drafts and those of all others.
+        """Appends tokens to a response, for the request's own drafts and those of all others.
 
         Args:
           req_id: an active request.
-          token_ids: int32 [n]; all tokens that are new, accepted drafts included.
+          token_ids: int32 [n]; every token once, accepted drafts included.
 
         Raises:
-          ValueError: the request is not active, or the tokens are no int32 vector.
+          ValueError: the request is not active, or the tokens are not a vector of int32.
         """
         with self._lock:
-            self._check_active("add_active_response", req_id)
-            tokens = _as_tokens("add_active_response", "token_ids", token_ids)
-            self._extend(self._own[req_id], tokens)
-            if req_id in self._shared:
-                self._extend(self._shared[req_id], tokens, keep=req_id)
-                self._num_cached_tokens += len(tokens)
-                self._evict_beyond_limits()
+            own = self._active("add_active_response", req_id)
+            tokens = _as_text("add_active_response", "token_ids", token_ids)
+            self._extend(own, tokens, response_of=req_id)
 
     def stop_request(self, req_id: Hashable) -> None:
         """Forgets a request's own tree; its response stays in the shared one.
@@ -173,24 +182,24 @@ class SuffixDecodingCache:
           ValueError: the request is not active.
         """
         with self._lock:
-            self._check_active("stop_request", req_id)
-            drafting.remove_tree(self._forest, self._own.pop(req_id))
+            compiled.remove_tree(*self._forest, self._active("stop_request", req_id))
+            del self._own[req_id]
 
     def evict_cached_response(self, req_id: Hashable) -> None:
-        """Takes a response out of the shared tree; what it says from now on stays out, too.
+        """Takes a response out of the shared tree; what is added to it later stays out, too.
 
         Raises:
-          ValueError: no response of that id is cached.
+          ValueError: the request has no response there.
         """
         with self._lock:
             if req_id not in self._shared:
                 raise ValueError(
-                    f"evict_cached_response: {req_id!r} is not cached; `cached_requests` lists the "
-                    f"{len(self._shared)} that are."
+                    f"evict_cached_response: {req_id!r} is not cached. `cached_requests` has the "
+                    f"{len(self._shared)} ids that are."
                 )
             sequence = self._shared.pop(req_id)
             self._num_cached_tokens -= int(self._forest.sequences[sequence, LENGTH])
-            drafting.remove_sequence(self._forest, sequence)
+            compiled.remove_sequence(*self._forest, sequence)
 
     def speculate(
         self,
@@ -202,75 +211,216 @@ class SuffixDecodingCache:
         min_token_prob: float = 0.1,
         use_tree_spec: bool = False,
     ) -> SuffixDecodingDraft:
-        """Drafts what follows a context, from the request's own tree or from the shared one.
+        """Drafts what follows a context, from the request's own tree or the shared one.
 
         Args:
           req_id: an active request.
-          context: int32 [n]; the last tokens, oldest first. One token alone matches nothing.
+          context: int32 [n]; the newest tokens, the newest last. All n together are not looked
+            up, so that one alone gives no draft.
           max_spec_tokens: most tokens to draft; None = max_tree_depth.
           max_spec_factor: a match of m tokens drafts at most `factor * m + offset` tokens.
-          max_spec_offset: see `max_spec_factor`.
-          min_token_prob: a token less probable than this ends the draft.
-          use_tree_spec: draft a tree of alternatives instead of the most frequent path.
+          max_spec_offset: see there.
+          min_token_prob: a draft ends before a token that is less probable.
+          use_tree_spec: draft a tree of alternatives, instead of the most frequent path.
 
         Returns:
-          The draft of the highest score; empty where nothing matches or is probable enough.
+          The draft with the highest score; an empty one where nothing is found.
 
         Raises:
-          ValueError: the request is not active, or the context is no int32 vector.
+          ValueError: the request is not active, or the context is not a vector of int32.
         """
         with self._lock:
-            self._check_active("speculate", req_id)
-            context = _as_tokens("speculate", "context", context)[-self.max_tree_depth :]
+            own = self._active("speculate", req_id)
+            context = _as_tokens("speculate", "context", context)
+            if len(context) > self.max_tree_depth:
+                context = context[-self.max_tree_depth :]
             most = self.max_tree_depth if max_spec_tokens is None else max_spec_tokens
-            options = (most, float(max_spec_factor), float(max_spec_offset), float(min_token_prob))
-            where = (self._forest, self._own[req_id], self._shared_root, context, options)
+            where = (*self._forest, own, self._shared_root, context)
+            limits = (most, max_spec_factor, max_spec_offset, min_token_prob)
             if use_tree_spec:
-                tokens, parents, probs, score, match_len = drafting.speculate_tree(*where)
-                ids = tokens.tolist(), parents.tolist(), probs.tolist()
-                return SuffixDecodingDraft(*ids, float(score), match_len)
-            size = max(0, min(most, self.max_tree_depth))
-            tokens, probs = np.empty(size, np.int32), np.empty(size, np.float32)
-            num_drafts, score, match_len = drafting.speculate(*where, tokens, probs)
-        return SuffixDecodingDraft(
-            tokens[:num_drafts].tolist(),
-            list(range(-1, num_drafts - 1)),
-            probs[:num_drafts].tolist(),
-            float(score),
-            match_len,
-        )
+                *lists, score, match_len = compiled.speculate_tree(*where, *limits)
+                ids, parents, probs = (array.tolist() for array in lists)
+                return SuffixDecodingDraft(ids, parents, probs, score, match_len)
+            tokens, probs = self._draft
+            count, score, match_len = compiled.speculate(*where, *limits, tokens, probs)
+            if count == 0:
+                return SuffixDecodingDraft(match_len=match_len)
+            ids, parents = tokens[:count].tolist(), list(range(-1, count - 1))
+            return SuffixDecodingDraft(ids, parents, probs[:count].tolist(), score, match_len)
 
-    def _check_active(self, owner: str, req_id: Hashable) -> None:
-        if req_id not in self._own:
+    def advance(
+        self,
+        req_ids: Sequence[Hashable | None],
+        new_tokens: Int32[np.ndarray, "T"],
+        new_start: Int32[np.ndarray, "B1"],
+        room: Int32[np.ndarray, "B"],
+        *,
+        num_drafts: int,
+        max_spec_factor: float = 1.0,
+        max_spec_offset: float = 0.0,
+        min_token_prob: float = 0.1,
+    ) -> tuple[Int32[np.ndarray, "B K"], Int32[np.ndarray, "B"]]:
+        """Adds a step's tokens and drafts for each request, in one compiled call.
+
+        Row by row: the tokens of row i are known before row i + 1 drafts. The context of a draft
+        is all that the request's own tree holds.
+
+        Args:
+          req_ids: active requests; None for padding, which drafts nothing.
+          new_tokens: the tokens of all rows, row after row.
+          new_start: first of each row's tokens, and the end of the last.
+          room: most drafts of each row.
+          num_drafts: columns of the result (K).
+          max_spec_factor: see `speculate`.
+          max_spec_offset: likewise.
+          min_token_prob: likewise.
+
+        Returns:
+          (tokens, num_drafts): drafts, in `tokens` what is beyond `num_drafts` is undefined.
+
+        Raises:
+          ValueError: a request is not active, or the tokens are not a vector of int32.
+        """
+        with self._lock:
+            new_tokens = _as_text("advance", "new_tokens", new_tokens)
+            own = [NONE if r is None else self._active("advance", r) for r in req_ids]
+            tokens = np.empty((len(own), num_drafts), np.int32)
+            counts = np.zeros(len(own), np.int32)
+            self._reserve(2 * len(new_tokens), 2 * len(own))
+            shared = [NONE if r is None else self._shared.get(r, NONE) for r in req_ids]
+            rows = np.array(own, np.int32), np.array(shared, np.int32)
+            limits = (max_spec_factor, max_spec_offset, min_token_prob)
+            step = (*rows, new_start, new_tokens, room, self._shared_root, *limits, tokens, counts)
+            compiled.advance(*self._forest, *step)
+            self._num_cached_tokens += int(np.diff(new_start)[rows[1] != NONE].sum())
+            self._evict_beyond_limits()
+        return tokens, counts
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the cached responses to a file, from which `load` makes a cache again.
+
+        Args:
+          path: of the file to write; the one before is replaced when the new one is complete.
+
+        Raises:
+          TypeError: the id of a response is neither str nor int.
+        """
+        with self._lock:
+            responses = {req_id: self._text(row) for req_id, row in self._shared.items()}
+        files.write(path, responses)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], *args, **kwargs) -> Self:
+        """Makes a cache that knows the responses of a file.
+
+        Counts are those of the cache that was saved. Among continuations that are equally
+        frequent, the order is that of a cache which saw the responses one after the other.
+
+        Args:
+          path: a file that `save` wrote.
+          *args: limits of the new cache, as of the class; beyond them the oldest are left out.
+          **kwargs: likewise.
+
+        Raises:
+          ValueError: the file is none of ours or damaged.
+        """
+        cache = cls(*args, **kwargs)
+        responses = files.read(path)
+        if cache.max_cached_requests >= 0:
+            oldest = max(0, len(responses) - cache.max_cached_requests)
+            responses = dict(list(responses.items())[oldest:])
+        for req_id, tokens in responses.items():
+            cache._share(req_id)
+            cache._extend(NONE, tokens, response_of=req_id)
+        return cache
+
+    def _active(self, owner: str, req_id: Hashable) -> int:
+        sequence = self._own.get(req_id)
+        if sequence is None:
             raise ValueError(
                 f"{owner}: {req_id!r} is not active. Call start_request({req_id!r}, prompt) first."
             )
+        return sequence
+
+    def _new_sequence(self, root: int = NONE) -> int:
+        self._reserve(0, 1)
+        return compiled.new_sequence(*self._forest, root)
 
     def _share(self, req_id: Hashable) -> None:
-        self._shared[req_id] = drafting.new_sequence(self._forest, self._shared_root)
+        self._shared[req_id] = self._new_sequence(self._shared_root)
         while 0 <= self.max_cached_requests < len(self._shared):
             self.evict_cached_response(next(iter(self._shared)))
+
+    def _extend(
+        self, own: int, tokens: Int32[np.ndarray, "n"], *, response_of: Hashable = _NOBODY
+    ) -> None:
+        """Adds tokens to a sequence (NONE = none) and to a request's cached response."""
+        for start in range(0, len(tokens), _CHUNK):
+            chunk = tokens[start : start + _CHUNK]
+            shared = self._shared.get(response_of, NONE)
+            while not compiled.extend(*self._forest, own, shared, chunk):
+                self._reserve(2 * len(chunk), 2)
+                shared = self._shared.get(response_of, NONE)
+            if shared != NONE:
+                self._num_cached_tokens += len(chunk)
+                self._evict_beyond_limits()
 
     def _evict_beyond_limits(self) -> None:
         limit = self.max_cached_tokens
         while limit is not None and self._num_cached_tokens > limit and len(self._shared) > 1:
             self.evict_cached_response(next(iter(self._shared)))
 
-    def _extend(self, sequence: int, tokens: np.ndarray, keep: Hashable = None) -> None:
-        for start in range(0, len(tokens), _CHUNK):
-            chunk = tokens[start : start + _CHUNK]
-            self._reserve(num_tokens=len(chunk), keep=keep)
-            drafting.extend(self._forest, sequence, chunk)
+    def _reserve(self, num_tokens: int, num_sequences: int) -> None:
+        """Makes room in the tables, by eviction where they are as large as they may be."""
+        for kind in (NODES, GROUPS, PAGES, SEQUENCES):
+            needed = rows_needed(kind, self.max_tree_depth, num_tokens, num_sequences)
+            while (size := len(self._forest[kind])) < self._forest.used[kind, LIVE] + needed:
+                larger = max(2 * size, int(self._forest.used[kind, LIVE]) + needed)
+                limit = self.max_bytes
+                if limit is not None and self._shared:
+                    if self.num_bytes + grown_by(self._forest, kind, larger) > limit:
+                        self.evict_cached_response(next(iter(self._shared)))
+                        continue
+                self._forest = compiled.grow(self._forest, kind, larger)
 
-    def _reserve(self, *, num_tokens: int = 0, num_sequences: int = 0, keep: Hashable = None):
-        """Makes room for tokens, each in one tree, and for new sequences."""
-        nodes = num_tokens * self.max_tree_depth
-        pages = num_tokens // PAGE + 2
-        needed = (nodes + num_sequences, nodes, pages, num_sequences)
-        for kind, count in zip((NODES, GROUPS, PAGES, SEQUENCES), needed):
-            while len(self._forest[kind]) - self._forest.used[kind, LIVE] < count:
-                self._forest = forest.grow(self._forest, kind, max(64, int(count), int(len(self._forest[kind])*1.25), int(self._forest.used[kind, LIVE])+count))
+    def _text(self, sequence: int) -> Int32[np.ndarray, "n"]:
+        """Reads a sequence's tokens."""
+        pages, row = self._forest.pages, self._forest.sequences[sequence]
+        page, parts = row[FIRST_PAGE], [np.empty(0, np.int32)]
+        while page != NONE:
+            parts.append(pages[page, :PAGE])
+            page = pages[page, NEXT_PAGE]
+        return np.concatenate(parts)[: row[LENGTH]]
 
 
-def _as_tokens(owner, name, tokens):
-    return np.array(tokens, np.int32)
+def _as_tokens(owner: str, name: str, tokens: TokenIds) -> Int32[np.ndarray, "n"]:
+    """Copies tokens into an array of the one type that the compiled code takes."""
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
+            raise ValueError(
+                f"{owner}: `{name}` is {tokens.dtype} of shape {tokens.shape}, wanted a contiguous "
+                f"int32 [n]. Convert it first: np.ascontiguousarray({name}, np.int32)."
+            )
+        array = tokens.copy()
+    else:
+        try:
+            given = np.array(tokens)
+        except ValueError:  # rows of different lengths
+            given = np.array(tokens, object)
+        if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
+            raise ValueError(
+                f"{owner}: `{name}` is {given.dtype} of shape {given.shape}, wanted integers [n]. "
+                "Encode text with the model's tokenizer first."
+            )
+        array = given.astype(np.int32)
+        if not np.array_equal(array, given):
+            raise ValueError(f"{owner}: `{name}` has ids beyond int32, wanted token ids [n].")
+    return array
+
+
+def _as_text(owner: str, name: str, tokens: TokenIds) -> Int32[np.ndarray, "n"]:
+    """Does the same for tokens that are stored."""
+    array = _as_tokens(owner, name, tokens)
+    if END in array.tolist():  # for a few tokens several times as fast as numpy's comparison
+        raise ValueError(f"{owner}: `{name}` contains {END}, which marks the end of a text.")
+    return array

@@ -1,7 +1,6 @@
 """What Python calls. The tables come one by one: a named tuple takes longer to hand over than all.
 
-Where a call may need rows that are not there it changes nothing and says so; its caller makes room
-and calls again.
+(`extend` alone looks whether the tables have room: it is called most.)
 """
 
 import functools
@@ -15,20 +14,19 @@ from jspec.suffix.drafting import Limits, Scratch
 from jspec.suffix.paths import append
 from jspec.suffix.siblings import hash_child
 from jspec.suffix.tables import (
-    END,
     GROUPS,
     LENGTH,
     LIVE,
     NODES,
     NONE,
+    PAGE,
     PAGES,
     STARTS,
     Forest,
     depth_of,
+    num_buckets,
     token_at,
 )
-
-ADDED, NO_ROOM, NO_TOKEN = range(3)
 
 _rows_needed = part(tables.rows_needed)
 _entry = entry(branching, drafting, paths, siblings, tables)
@@ -52,6 +50,27 @@ def compile_all() -> None:
         function.compile((*_FOREST, *arguments))
 
 
+def grow(forest: Forest, kind: int, num_rows: int) -> Forest:
+    """Returns the forest with a larger table; rows keep their numbers.
+
+    Raises:
+      MemoryError: their numbers would not fit into int32.
+    """
+    if num_rows * (PAGE if kind == PAGES else 1) > np.iinfo(np.int32).max:
+        raise MemoryError(
+            f"the suffix cache would need {num_rows} rows in a table, more than int32 counts. "
+            "Lower max_cached_requests, or set max_cached_tokens or max_bytes."
+        )
+    grown = list(forest)
+    grown[kind] = np.empty((num_rows, forest[kind].shape[1]), np.int32)
+    grown[kind][: len(forest[kind])] = forest[kind]
+    if kind == NODES:
+        buckets = np.full(num_buckets(num_rows), NONE, np.int32)
+        grown[-2:] = buckets, np.empty(num_rows, np.int32)
+        rehash(*grown, forest.buckets, forest.chain)
+    return Forest(*grown)
+
+
 @_entry
 def rehash(nodes, groups, pages, sequences, used, buckets, chain, old_buckets, old_chain):
     """Fills `buckets` and `chain` from what they were before the tables grew."""
@@ -72,18 +91,16 @@ def new_sequence(nodes, groups, pages, sequences, used, buckets, chain, root):
 
 @_entry
 def extend(nodes, groups, pages, sequences, used, buckets, chain, own, shared, tokens):
-    """Adds tokens to one or two sequences (NONE = no second); returns ADDED, or why it did not."""
+    """Adds tokens to two sequences (NONE = no such); tells whether there was room, and it did."""
     forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
-    for token in tokens:
-        if token == END:
-            return NO_TOKEN
     if not _has_room(forest, 2 * tokens.size, 2):
-        return NO_ROOM
+        return False
     for token in tokens:
-        append(forest, own, token)
+        if own != NONE:
+            append(forest, own, token)
         if shared != NONE:
             append(forest, shared, token)
-    return ADDED
+    return True
 
 
 @_entry
@@ -170,14 +187,9 @@ def advance(
     tokens,  # [B, K] out
     num_drafts,  # [B] out
 ):
-    """Adds each row's new tokens, then drafts for it; row by row. Returns as `extend`."""
+    """Adds each row's new tokens and drafts for it, row by row; the tables have the room."""
     forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
     depth = depth_of(forest)
-    for token in new_tokens:
-        if token == END:
-            return NO_TOKEN
-    if not _has_room(forest, 2 * new_tokens.size, 2 * own.size):
-        return NO_ROOM
     context, probs = np.empty(depth, np.int32), np.empty(tokens.shape[1], np.float32)
     scratch = _scratch(tokens.shape[1], depth)
     for b in range(own.size):
@@ -198,7 +210,6 @@ def advance(
         num_drafts[b] = drafting.speculate(
             *(forest, own[b], shared_root, context[:size], limits, scratch, tokens[b], probs)
         )[0]
-    return ADDED
 
 
 @part

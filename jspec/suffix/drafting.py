@@ -27,6 +27,8 @@ from jspec.suffix.tables import (
     token_at,
 )
 
+_SHORT = 4  # most contexts match fewer tokens of the shared tree, so that a match is tried first
+
 
 class Limits(NamedTuple):
     """How much is drafted: a match of m tokens gives at most `factor * m + offset` of them."""
@@ -90,35 +92,50 @@ def _search(forest, root, context, limits, scratch, tokens, probs, best):
 def limit_of(size, limits):
     """Bounds the draft of a match, rounding as the original: the last sum alone is double."""
     wanted = float32(size) * float32(limits.factor) + float32(limits.offset)
-    return max(0, int64(min(float(wanted) + 1e-6, float(limits.most))))
+    return max(0, int(min(float(wanted) + 1e-6, float(limits.most))))
 
 
 @part
 def match(forest, root, context, ends):
     """Fills `ends[m]` with the node or leaf that the last m tokens lead to; returns the longest m.
 
-    A node links to that of its path without the first token, so the walk starts from the root once.
+    A node links to that of its path without the first token, so that the walk need not start from
+    the root again for each m.
     """
-    node, known = root, 0  # the deepest node on the path of context[start : start + known]
-    longest = 0
-    for start in range(1, context.size):
-        size = context.size - start
+    most = context.size - 1
+    if most > _SHORT and _walk(forest, root, 0, context, -_SHORT, False)[2] == NONE:
+        most = _SHORT - 1
+    node, known, longest = root, 0, 0
+    for size in range(most, 0, -1):
         if known > 0:
             node, known = int64(forest.nodes[node, LINK]), known - 1
-        end = node
-        while known < size:
-            end = find(forest, node, context[start + known])
-            if end == NONE or is_leaf(forest, end):
-                break
-            node, known = end, known + 1
-        if end == NONE:
-            continue
-        if longest == 0:
-            if known < size and not _leads_on(forest, end, context, start, known + 1):
-                continue
-            longest = size
-        ends[size] = end
+        node, known, end = _walk(forest, node, known, context, -size, longest > 0)
+        if end != NONE:
+            longest = max(longest, size)
+            ends[size] = end
     return longest
+
+
+@part
+def _walk(forest, node, known, context, start, is_match):
+    """Follows context[start:], of which `known` tokens led to a node.
+
+    Returns:
+      (node, known, end): the deepest node, how many tokens led there, and where all of them lead,
+      a leaf included; NONE = nowhere, which `is_match` rules out.
+    """
+    start += context.size
+    size = context.size - start
+    while known < size:
+        child = find(forest, node, context[start + known])
+        if child == NONE:
+            return node, known, child
+        if is_leaf(forest, child):
+            if is_match or _leads_on(forest, child, context, start, known + 1):
+                return node, known, child
+            return node, known, int64(NONE)
+        node, known = child, known + 1
+    return node, known, node
 
 
 @part

@@ -53,10 +53,11 @@ class Forest(NamedTuple):
 def new_forest(depth: int) -> Forest:
     """Returns tables without rows."""
     widths = (GROUP + 1, TAIL + 1, NEXT_PAGE + 1, STARTS + 2 * depth)
-    tables = [np.empty((0, width), np.int32) for width in widths]
+    nodes, groups, pages, sequences = (np.empty((0, width), np.int32) for width in widths)
     used = np.zeros((NUM_REMOVALS + 1, LIVE + 1), np.int32)
     used[:, FREE] = NONE
-    return Forest(*tables, used, np.full(1, NONE, np.int32), np.empty(0, np.int32))
+    buckets, chain = np.full(1, NONE, np.int32), np.empty(0, np.int32)
+    return Forest(nodes, groups, pages, sequences, used, buckets, chain)
 
 
 @part
@@ -73,6 +74,21 @@ def rows_needed(kind: int, depth: int, num_tokens: int, num_sequences: int) -> i
     if kind == PAGES:
         return num_tokens // PAGE + num_sequences
     return num_sequences
+
+
+def num_buckets(num_nodes: int) -> int:
+    """Sizes the hash: a power of two, not above the rows, as only children are not in it."""
+    return 1 << (max(1, num_nodes).bit_length() - 1)
+
+
+def grown_by(forest: Forest, kind: int, num_rows: int) -> int:
+    """Counts the bytes by which a table of so many rows is larger."""
+    table = forest[kind]
+    size = (num_rows - len(table)) * table.shape[1] * table.itemsize
+    if kind == NODES:
+        chain, buckets = forest.chain, forest.buckets
+        size += (num_rows - len(chain) + num_buckets(num_rows) - len(buckets)) * chain.itemsize
+    return size
 
 
 @part
@@ -154,7 +170,7 @@ def store(forest, sequence, token):
 @part
 def token_at(pages, place, distance):
     """Reads the token so many places on, END where the text has not got there."""
-    page, offset = place // PAGE, place % PAGE + distance
+    page, offset = place >> 5, (place & (PAGE - 1)) + distance
     while offset >= PAGE:
         page = int64(pages[page, NEXT_PAGE])
         if page == NONE:

@@ -1,0 +1,427 @@
+"""The suffix cache equals its original on every recorded call, and plain counting on all others."""
+
+import gzip
+import json
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspec.suffix import SuffixDecodingCache, SuffixDecodingDraft
+from jspec.suffix import tables as t
+from tests.conftest import GOLDEN
+from tests.oracles import suffix as oracle
+
+LIFECYCLES = json.loads(gzip.decompress((GOLDEN / "suffix_decoding.json.gz").read_bytes()))
+RUNS = json.loads(gzip.decompress((GOLDEN / "suffix_proposer.json.gz").read_bytes()))
+METHODS = {
+    "start": "start_request",
+    "add": "add_active_response",
+    "stop": "stop_request",
+    "evict": "evict_cached_response",
+    "speculate": "speculate",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    SuffixDecodingCache()
+
+
+def paths(cache, root=None):
+    """Lists a tree's paths with their counts, children in their order; checks its structure."""
+    nodes, groups = cache._forest.nodes, cache._forest.groups
+    found = {}
+
+    def visit(node, path):
+        if nodes[node, t.CHILD] < t.NONE:
+            place, depth = -2 - nodes[node, t.CHILD], cache.max_tree_depth
+            page, offset = divmod(int(place), t.PAGE)
+            text = []
+            while page != t.NONE:
+                text += cache._forest.pages[page, offset : t.PAGE].tolist()
+                page, offset = int(cache._forest.pages[page, t.NEXT_PAGE]), 0
+            text = (text[: text.index(t.END)] if t.END in text else text)[:depth]
+            assert tuple(text[: len(path)]) == path and nodes[node, t.COUNT] == 1
+            for size in range(len(path) + 1, len(text) + 1):
+                found[tuple(text[:size])] = 1
+            return
+        first = child = nodes[node, t.CHILD]
+        last, above = first, np.inf
+        while child != t.NONE:
+            count, group = nodes[child, t.COUNT], nodes[child, t.GROUP]
+            assert nodes[child, t.PARENT] == node and count <= above
+            alone = count != above and (
+                nodes[child, t.NEXT] == t.NONE or nodes[nodes[child, t.NEXT], t.COUNT] != count
+            )
+            assert (group == t.NONE) == alone
+            if not alone and count != above:
+                assert groups[group, t.HEAD] == child
+            longer = (*path, int(nodes[child, t.TOKEN]))
+            found[longer] = int(count)
+            visit(child, longer)
+            if not nodes[child, t.CHILD] < t.NONE and path:
+                link = nodes[child, t.LINK]
+                assert nodes[link, t.TOKEN] == longer[-1] and nodes[link, t.COUNT] >= count
+            last, above, child = child, count, nodes[child, t.NEXT]
+        assert first == t.NONE or nodes[first, t.PREV] == last
+
+    visit(cache._shared_root if root is None else root, ())
+    return found
+
+
+def run(cache, op):
+    """Plays one recorded operation and checks its result."""
+    name, *arguments = op
+    if name == "state":
+        active, cached = arguments
+        assert sorted(cache.active_requests) == active and list(cache.cached_requests) == cached
+    elif name == "expect_error":
+        method, *arguments, error = arguments
+        if error is None:
+            getattr(cache, METHODS[method])(*arguments)
+        else:
+            with pytest.raises(ValueError, match="active|cached"):
+                getattr(cache, METHODS[method])(*arguments)
+    elif name == "speculate":
+        req_id, context, options, wanted = arguments
+        got = cache.speculate(req_id, context, **options)
+        assert got.token_ids == wanted["token_ids"] and got.parents == wanted["parents"]
+        assert got.match_len == wanted["match_len"]
+        np.testing.assert_allclose(got.probs, wanted["probs"], rtol=0, atol=1e-5)
+        assert abs(got.score - wanted["score"]) <= 1e-5
+    else:
+        getattr(cache, METHODS[name])(*arguments)
+
+
+@pytest.mark.parametrize("lifecycle", LIFECYCLES, ids=[c["name"] for c in LIFECYCLES])
+def test_every_recorded_call_gives_what_the_original_gave(lifecycle):
+    cache = SuffixDecodingCache(lifecycle["max_tree_depth"], lifecycle["max_cached_requests"])
+    for op in lifecycle["ops"]:
+        run(cache, op)
+    paths(cache)
+
+
+def test_the_recordings_hold_what_they_are_said_to_hold():
+    calls = [op for case in LIFECYCLES for op in case["ops"] if op[0] == "speculate"]
+    assert len(LIFECYCLES) == 72 and len(calls) == 1222
+    assert sum(bool(op[-1]["token_ids"]) for op in calls) == 837
+    assert sum(op[3]["use_tree_spec"] for op in calls) == 417
+
+
+@pytest.mark.parametrize("recorded", RUNS, ids=[r["name"] for r in RUNS])
+def test_the_recorded_drafts_of_a_serving_loop_come_out_with_its_own_lifecycle(recorded):
+    """The original restarts a request that was away from its prompt alone, as is done here."""
+    depth, limit = recorded["max_tree_depth"], recorded["max_model_len"]
+    cache = SuffixDecodingCache(depth, recorded["max_cached_requests"])
+    for step in recorded["steps"]:
+        for i, req_id in enumerate(step["req_ids"]):
+            tokens, drafts = step["tokens"][i], step["drafts"][i]
+            if not step["sampled"][i] or len(tokens) >= limit:
+                assert drafts == []
+                continue
+            if req_id not in cache.active_requests:
+                if req_id in cache.cached_requests:
+                    cache.evict_cached_response(req_id)
+                cache.start_request(req_id, tokens[: step["prompt_lens"][i]])
+            cache.add_active_response(req_id, step["sampled"][i])
+            got = cache.speculate(
+                req_id,
+                tokens[-depth:],
+                max_spec_tokens=min(recorded["num_speculative_tokens"], limit - len(tokens) - 1),
+                max_spec_factor=recorded["max_spec_factor"],
+                min_token_prob=recorded["min_token_prob"],
+            )
+            assert got.token_ids == drafts
+        for req_id in set(cache.active_requests) - set(step["req_ids"]):
+            cache.stop_request(req_id)
+        assert sorted(cache.active_requests) == step["active_after"]
+        assert list(cache.cached_requests) == step["cached_after"]
+
+
+def test_case_c33_the_most_frequent_continuation_comes_first():
+    cache = SuffixDecodingCache(24)
+    for req_id, response in enumerate([[1, 2, 3], [1, 2, 3], [1, 2, 4]]):
+        cache.start_request(req_id, [])
+        cache.add_active_response(req_id, response)
+        cache.stop_request(req_id)
+    cache.start_request("new", [])
+    cache.add_active_response("new", [1, 2])
+    assert cache.speculate("new", [1, 2], min_token_prob=0.1).token_ids == [3]
+    assert cache.speculate("new", [1, 2], min_token_prob=0.99).token_ids == []
+    alone = SuffixDecodingCache(24, 0)
+    alone.start_request("new", [1, 2, 3, 4, 5])
+    alone.add_active_response("new", [1, 2])
+    assert alone.speculate("new", [1, 2]).token_ids[0] == 3
+    assert not alone.cached_requests
+
+
+@st.composite
+def lifecycles(draw):
+    """Operations on a few requests whose texts repeat each other."""
+    tokens = st.lists(st.integers(0, draw(st.sampled_from([1, 2, 4]))), max_size=12)
+    ops = []
+    for _ in range(draw(st.integers(1, 40))):
+        kind = draw(st.sampled_from(["start", "add", "add", "stop", "evict", "draft", "draft"]))
+        ops.append((kind, draw(st.integers(0, 3)), draw(tokens)))
+    limits = st.tuples(
+        st.sampled_from([-1, 0, 1, 4, 30]),
+        st.sampled_from([-1.0, 0.0, 0.3, 1.0, 1.7, 4.0]),
+        st.sampled_from([-1.0, 0.0, 0.5, 2.0]),
+        st.sampled_from([0.0, 0.1, 0.25, 1 / 3, 0.5, 1.0]),
+    )
+    return draw(st.sampled_from([1, 2, 3, 8])), draw(st.sampled_from([-1, 0, 1, 2])), ops, limits
+
+
+@settings(max_examples=150)
+@given(lifecycles(), st.data())
+def test_any_lifecycle_drafts_as_plain_counting_does(lifecycle, data):
+    depth, max_cached, ops, limits = lifecycle
+    cache, plain = SuffixDecodingCache(depth, max_cached), oracle.Cache(depth, max_cached)
+    for kind, req_id, tokens in ops:
+        if kind == "start" and req_id not in plain.own:
+            cache.start_request(req_id, tokens)
+            plain.start_request(req_id, tokens)
+        elif kind == "evict" and req_id in plain.cached:
+            cache.evict_cached_response(req_id)
+            plain.evict_cached_response(req_id)
+        elif kind == "stop" and req_id in plain.own:
+            cache.stop_request(req_id)
+            plain.stop_request(req_id)
+        elif kind == "add" and req_id in plain.own:
+            cache.add_active_response(req_id, tokens)
+            plain.add_active_response(req_id, tokens)
+        elif kind == "draft" and req_id in plain.own:
+            context = (plain.own[req_id].sequences.get(0, []) + tokens)[-2 * depth :]
+            drawn = data.draw(limits)
+            got = cache.speculate(req_id, context, *drawn)
+            ids, probs, score, match_len = plain.speculate(req_id, context, *drawn)
+            assert got.token_ids == ids and got.match_len == match_len
+            assert got.probs == [float(p) for p in probs] and got.score == float(score)
+    assert list(cache.cached_requests) == plain.cached
+    assert paths(cache) == plain.shared.count
+    assert cache.num_cached_tokens == sum(map(len, plain.shared.sequences.values()))
+    for req_id, sequence in cache._own.items():
+        root = cache._forest.sequences[sequence, t.ROOT]
+        assert paths(cache, root) == plain.own[req_id].count
+
+
+def text(rng, size, vocab=40):
+    """Random tokens in which phrases come again."""
+    phrases = [rng.integers(0, vocab, rng.integers(2, 30)) for _ in range(6)]
+    parts = [phrases[rng.integers(6)] for _ in range(size)]
+    return np.concatenate(parts)[:size].astype(np.int32)
+
+
+def test_a_long_run_stays_flat_and_ends_with_the_tree_of_what_is_left(rng):
+    cache = SuffixDecodingCache(12, 8)
+    sizes = []
+    for req_id in range(160):
+        cache.start_request(req_id, text(rng, 60))
+        response = text(rng, 120)
+        for start in range(0, 120, 5):
+            cache.add_active_response(req_id, response[start : start + 5])
+        cache.stop_request(req_id)
+        sizes.append(cache.num_bytes)
+    assert sizes[-1] < 1.3 * sizes[20]  # a table or two grew once more, for an unusual text
+    live = cache._forest.used[:, t.LIVE].copy()
+    left = [cache._text(row) for row in cache._shared.values()]
+    scratch = SuffixDecodingCache(12)
+    for req_id, response in enumerate(left):
+        scratch.start_request(req_id, [])
+        scratch.add_active_response(req_id, response)
+    assert paths(cache) == paths(scratch)
+    for req_id in list(cache.cached_requests):
+        cache.evict_cached_response(req_id)
+    assert cache.num_nodes == 1 and cache.num_cached_tokens == 0
+    used = cache._forest.used
+    assert used[:4, t.LIVE].tolist() == [1, 0, 0, 1]  # the shared tree's root
+    assert (used[:4, t.TOP] >= live[:4]).all()
+
+
+def test_stopping_a_request_gives_all_its_rows_back(rng):
+    cache = SuffixDecodingCache(8)
+    before = cache._forest.used[:4, t.LIVE].tolist()
+    cache.start_request("a", text(rng, 500))
+    assert cache.num_nodes > 500
+    cache.stop_request("a")
+    cache.evict_cached_response("a")
+    assert cache._forest.used[:4, t.LIVE].tolist() == before
+
+
+def test_the_oldest_responses_go_beyond_a_limit_of_tokens(rng):
+    cache = SuffixDecodingCache(8, max_cached_tokens=250)
+    for req_id in range(5):
+        cache.start_request(req_id, [])
+        cache.add_active_response(req_id, text(rng, 100))
+        assert cache.num_cached_tokens <= 250
+    assert list(cache.cached_requests) == [3, 4]
+    cache.start_request("long", [])
+    cache.add_active_response("long", text(rng, 1000))
+    assert list(cache.cached_requests) == ["long"]  # the newest stays
+    cache.add_active_response(4, [1, 2, 3])  # one that is active and evicted
+    assert list(cache.cached_requests) == ["long"] and 4 in cache.active_requests
+
+
+def test_tables_stop_growing_at_a_limit_of_bytes(rng):
+    limit = 1_500_000
+    cache = SuffixDecodingCache(8, max_bytes=limit)
+    for req_id in range(60):
+        cache.start_request(req_id, rng.integers(0, 1000, 50).tolist())
+        cache.add_active_response(req_id, rng.integers(0, 1000, 1000).tolist())
+        cache.stop_request(req_id)
+        assert cache.num_bytes <= limit
+    assert 1 < len(cache.cached_requests) < 60
+    assert list(cache.cached_requests)[-1] == 59
+    cache.start_request("active", rng.integers(0, 1000, 60_000).tolist())  # is kept in any case
+    assert cache.num_bytes > limit and list(cache.cached_requests) == ["active"]
+    assert cache.num_nodes > 60_000
+
+
+def test_a_cache_comes_back_from_disk_with_its_counts(rng, tmp_path):
+    path = tmp_path / "cache.npz"
+    cache = SuffixDecodingCache(12, 6)
+    for req_id in ["a", 1, "b", "empty", 2**40, "c", "d"]:
+        cache.start_request(req_id, text(rng, 20))
+        cache.add_active_response(req_id, [] if req_id == "empty" else text(rng, 90))
+    cache.save(path)
+    again = SuffixDecodingCache.load(path, 12, 6)
+    assert list(again.cached_requests) == [1, "b", "empty", 2**40, "c", "d"]
+    assert not again.active_requests
+    assert paths(again) == paths(cache)
+    assert again.num_cached_tokens == cache.num_cached_tokens
+    context = cache._text(cache._shared["b"])[10:20]
+    again.start_request("new", [])
+    assert again.speculate("new", context).token_ids
+    newest = SuffixDecodingCache.load(path, 12, 2)
+    assert list(newest.cached_requests) == ["c", "d"]
+    assert list(SuffixDecodingCache.load(path, max_cached_tokens=100).cached_requests) == ["d"]
+    assert not SuffixDecodingCache.load(path, 12, 0).cached_requests
+    assert [file.name for file in tmp_path.iterdir()] == ["cache.npz"]
+
+
+def test_an_empty_cache_comes_back_from_disk(tmp_path):
+    SuffixDecodingCache().save(tmp_path / "cache.npz")
+    assert not SuffixDecodingCache.load(tmp_path / "cache.npz").cached_requests
+
+
+def test_a_file_that_is_no_whole_cache_is_refused_by_name(tmp_path):
+    path = tmp_path / "cache.npz"
+    cache = SuffixDecodingCache()
+    cache.start_request("a", [])
+    cache.add_active_response("a", list(range(200)))
+    cache.save(path)
+    whole = path.read_bytes()
+    with np.load(path) as file:
+        arrays = dict(file)
+    for change in (
+        {"format": np.array("something else")},
+        {"lengths": np.array([199])},
+        {"lengths": np.array([200, 0])},
+        {"lengths": np.array([300, -100])},
+        {"tokens": arrays["tokens"].astype(np.int64)},
+        {"tokens": np.full(200, t.END, np.int32)},
+        {"ids": np.array("no json")},
+    ):
+        np.savez(path, **arrays | change)
+        with pytest.raises(ValueError, match="cache.npz is not a whole suffix cache"):
+            SuffixDecodingCache.load(path)
+    np.save(tmp_path / "array.npy", np.arange(3))
+    array = (tmp_path / "array.npy").read_bytes()
+    for damaged in (b"", b"text", whole[: len(whole) // 2], array):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="cache.npz is not a whole suffix cache"):
+            SuffixDecodingCache.load(path)
+    with pytest.raises(FileNotFoundError):
+        SuffixDecodingCache.load(tmp_path / "nothing")
+    cache.start_request((1, 2), [])
+    with pytest.raises(TypeError, match=r"\(1, 2\) is a tuple, wanted str or int"):
+        cache.save(path)
+
+
+@pytest.mark.parametrize(
+    "tokens, word",
+    [
+        (np.zeros((2, 2), np.int32), "int32"),
+        (np.zeros(2, np.int64), "int64.*int32"),
+        (np.zeros(4, np.int32)[::2], "contiguous"),
+        ([[1, 2]], "integers"),
+        ([[1, 2], [3]], "integers"),
+        ([2**70], "integers"),
+        ([1.5], "integers"),
+        (["a"], "integers"),
+        ([2**31], "int32"),
+    ],
+)
+def test_tokens_that_are_none_are_refused_and_nothing_changes(tokens, word):
+    cache = SuffixDecodingCache(4)
+    cache.start_request("a", [1, 2, 1])
+    for call in (
+        lambda: cache.start_request("b", tokens),
+        lambda: cache.add_active_response("a", tokens),
+        lambda: cache.speculate("a", tokens),
+    ):
+        with pytest.raises(ValueError, match=word):
+            call()
+    assert list(cache.active_requests) == ["a"] == list(cache.cached_requests)
+    assert cache.speculate("a", [2, 1]).token_ids == [2]
+
+
+def test_the_mark_of_an_end_is_no_token():
+    cache = SuffixDecodingCache(4)
+    cache.start_request("a", [1, 2, 1])
+    with pytest.raises(ValueError, match="marks the end"):
+        cache.add_active_response("a", [3, t.END])
+    with pytest.raises(ValueError, match="marks the end"):
+        cache.start_request("b", [t.END])
+    assert list(cache.active_requests) == ["a"] and cache.num_cached_tokens == 0
+    assert cache.speculate("a", [2, 1, t.END]) == SuffixDecodingDraft()
+
+
+def test_limits_out_of_range_are_refused_by_name():
+    for kwargs in (
+        {"max_tree_depth": 0},
+        {"max_cached_requests": -2},
+        {"max_cached_tokens": 0},
+        {"max_bytes": 0},
+    ):
+        with pytest.raises(ValueError, match=next(iter(kwargs))):
+            SuffixDecodingCache(**kwargs)
+
+
+def test_arrays_lists_and_read_only_arrays_are_the_same_text():
+    frozen = np.array([1, 2, 3, 1, 2], np.int32)
+    frozen.flags.writeable = False
+    drafts = []
+    for prompt in (frozen, frozen.copy(), frozen.tolist()):
+        cache = SuffixDecodingCache(4)
+        cache.start_request("a", prompt)
+        drafts.append(cache.speculate("a", prompt))
+    assert drafts[0] == drafts[1] == drafts[2]
+    assert drafts[0] == SuffixDecodingDraft([3, 1], [-1, 0], [0.5, 0.5], 1.0, 2)
+
+
+def test_threads_may_share_a_cache(rng):
+    cache = SuffixDecodingCache(8, 4)
+    texts = [text(rng, 400) for _ in range(4)]
+    failures = []
+
+    def serve(thread):
+        for i in range(20):
+            req_id = (thread, i)
+            cache.start_request(req_id, texts[thread])
+            cache.add_active_response(req_id, texts[thread][:50])
+            draft = cache.speculate(req_id, texts[thread][20:40], 8)
+            if not draft.token_ids:
+                failures.append(req_id)
+            cache.stop_request(req_id)
+
+    threads = [threading.Thread(target=serve, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and not cache.active_requests and len(cache.cached_requests) == 4
+    paths(cache)
