@@ -27,10 +27,13 @@ docs: $(VENV)/.docs
 clean:
 	rm -rf $(VENV) $(NEWEST_VENV) .cache site
 
-$(BIN)/python:
+# pip, not python: a venv that failed for want of ensurepip has a python already.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python " \
+	  "%d.%d, wanted 3.11 or newer: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
-$(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.%: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	@touch $@

@@ -46,7 +46,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2", help="folder, .gguf file or smollm2")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=3, help="prompts of each kind")
+    parser.add_argument("--max-tokens", type=int, default=48, help="tokens to add to each")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
@@ -58,7 +59,9 @@ def main() -> None:
     tokenizer = open_tokenizer(model)
     suite: dict[str, list[list[int]]] = {}
     for prompt in demo_prompts():
-        suite.setdefault(prompt.kind, []).append(tokenizer.chat(prompt.text))
+        prompts = suite.setdefault(prompt.kind, [])
+        if len(prompts) < arguments.prompts:
+            prompts.append(tokenizer.chat(prompt.text))
     sizes = {"max_tokens": arguments.max_tokens, "cache": CACHE}
 
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
@@ -181,8 +184,8 @@ def setting(arguments: argparse.Namespace) -> dict[str, Any]:
     with open("/proc/cpuinfo") as lines:
         cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")
     return {
-        "command": "python benchmarks/decode.py "
-        f"--rounds {arguments.rounds} --max-tokens {arguments.max_tokens}",
+        "command": f"python benchmarks/decode.py --rounds {arguments.rounds} "
+        f"--prompts {arguments.prompts} --max-tokens {arguments.max_tokens}",
         "device": f"{cpu}, {os.cpu_count()} threads",
         "python": platform.python_version(),
         "versions": versions,

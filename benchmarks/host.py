@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import host_suffix
-from benchmarks.ngram import setting
-from benchmarks.shapes import command_line
 
 
 def main() -> None:
@@ -26,7 +24,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     parts = arguments.only or ["suffix", "soak"]
-    results: dict[str, Any] = {"setting": setting() | {"command": command_line("host")}}
+    results: dict[str, Any] = {"setting": host_suffix.about("host")}
+    if arguments.original:
+        command = results["setting"]["command"]
+        results["setting"]["command"] = command.replace(str(arguments.original), "FOLDER")
     if "suffix" in parts:
         results["suffix"] = host_suffix.run(
             arguments.original,

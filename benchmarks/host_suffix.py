@@ -21,11 +21,20 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.ngram import setting
+from benchmarks.shapes import command_line
 from jspec.suffix import SuffixDecodingCache
 from jspec.suffix import tables as t
 
 DEPTH, VOCAB, STEP = 24, 32_000, 4
 PROMPT, OUTPUT = 1024, 512
+
+
+def about(module: str) -> dict[str, Any]:
+    """Says where and how the figures came to be."""
+    about = setting() | {"command": command_line(module)}
+    del about["device_lookup"]
+    return about
 
 
 def texts(kind: str, count: int, size: int, seed: int = 0) -> list[np.ndarray]:
@@ -57,15 +66,16 @@ def run(original: Path | None, *, smoke: bool, rounds: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for kind in ("random ids", "recurring phrases", "copied prompt"):
         served = texts(kind, count, PROMPT + OUTPUT)
-        calls = {
-            name: [_calls(make, served) for _ in range(rounds)]
-            for name, make in (("jspec", SuffixDecodingCache), ("original", arctic))
-        }
+        calls: dict[str, list[dict[str, float]]] = {"jspec": [], "original": []}
+        for _ in range(rounds):
+            calls["jspec"].append(_calls(SuffixDecodingCache, served))
+            calls["original"].append(_calls(arctic, served))
         batches = [texts(kind, requests, PROMPT + OUTPUT, seed=seed) for seed in range(rounds + 1)]
         steps = _serve_both(arctic, batches)
         results[kind] = {
             "us a call": _table(calls),
             f"us a request, step of {requests}": _table(steps),
+            "bytes a token": _memory(arctic, texts(kind, 10 if smoke else 400, 1000)),
         }
         print(kind, results[kind], flush=True)
     return results
@@ -79,6 +89,25 @@ def _table(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float
         ratio = medians["original"] / medians["jspec"]
         table[what] = {k: round(v, 3) for k, v in (medians | {"ratio": ratio}).items()}
     return table
+
+
+def _memory(arctic: Callable[..., Any], responses: list[np.ndarray]) -> dict[str, float]:
+    """Compares what responses take; the original by its own estimate."""
+    caches = SuffixDecodingCache(DEPTH, -1), arctic(DEPTH, -1)
+    for cache in caches:
+        for req_id, response in enumerate(responses):
+            cache.start_request(req_id, [])
+            cache.add_active_response(req_id, response)
+            cache.stop_request(req_id)
+    ours, theirs = caches
+    used = ours._forest.used[:, t.LIVE].tolist()
+    sizes = {
+        "jspec, rows in use": sum(used[kind] * ours._forest[kind][0].nbytes for kind in range(4))
+        + used[t.NODES] * ours._forest.chain.itemsize,
+        "jspec, tables": ours.num_bytes,
+        "original": theirs._global_tree.estimate_memory(),
+    }
+    return {name: round(int(size) / sum(map(len, responses)), 1) for name, size in sizes.items()}
 
 
 def _calls(make: Callable[..., Any], served: list[np.ndarray]) -> dict[str, float]:

@@ -294,8 +294,10 @@ def device(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
             for length in (8, 40) if on_gpu else (1, 2):
                 chains[impl, length] = chain(op, length, B, copies, args)
         if importlib.util.find_spec("torch"):
-            original = original_on_device(table, B, copies, wanted)
+            original, graph = original_on_device(table, B, copies, wanted)
             calls["torch"], streams["torch"] = original(1), original(STREAM)
+            if on_gpu:
+                chains |= {("torch", length): graph(length) for length in (8, 40)}
 
         wall = medians(take_turns(rounds * 10 if on_gpu else rounds, calls))
         stream = medians(take_turns(rounds, streams))
@@ -310,13 +312,18 @@ def device(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
             "stream_us": stream,
             "device_us": {
                 impl: (chained[impl, long] - chained[impl, short]) / (long - short)
-                for impl in impls
+                for impl in {name: None for name, _ in chains}
             },
             "floor_us": 1e6 * B * S * 4 / floor if floor else None,
         }
         if "torch" in wall:
             row["torch_over"] = {impl: wall["torch"] / wall[impl] for impl in impls}
             row["torch_over_in_a_stream"] = {i: stream["torch"] / stream[i] for i in impls}
+            if on_gpu:
+                device_us = row["device_us"]
+                row["torch_over_on_the_device"] = {
+                    i: device_us["torch"] / device_us[i] for i in impls
+                }
         results.append(row)
         print(f"{B} x {S}", json.dumps(row, indent=2), flush=True)
     return results
@@ -351,12 +358,11 @@ def chain(op, length: int, B: int, copies: int, args) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(run(*args))
 
 
-def original_on_device(
-    table: np.ndarray, B: int, copies: int, wanted
-) -> Callable[[int], Callable[[], Any]]:
+def original_on_device(table: np.ndarray, B: int, copies: int, wanted) -> tuple[Callable, Callable]:
     """The original's vectorised search in torch, compiled: see `benchmarks.ngram_original`.
 
-    Returns a function from a number of calls to a turn that makes them and waits.
+    Returns two functions from a number of calls to a turn that makes them and waits: one by one,
+    and, on a GPU, replayed from a graph, which leaves the device's own time.
     """
     import torch
 
@@ -366,7 +372,9 @@ def original_on_device(
     tables = [torch.as_tensor(table[i * B : (i + 1) * B]).to(where) for i in range(copies)]
     seq_lens = torch.full((B,), table.shape[1], dtype=torch.int64, device=where)
     mask = torch.ones(B, dtype=torch.bool, device=where)
-    for got, want in zip(compiled(tables[0], seq_lens, mask), wanted, strict=True):
+    with torch.inference_mode():  # as in the turns: another mode would compile again
+        found = [compiled(history, seq_lens, mask) for history in tables][0]
+    for got, want in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(got.cpu().numpy(), want)
     turn = iter(range(10**9))
 
@@ -380,7 +388,19 @@ def original_on_device(
 
         return call
 
-    return make
+    def make_graph(calls: int):
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph):
+            for i in range(calls):
+                compiled(tables[i % copies], seq_lens, mask)
+
+        def replay():
+            graph.replay()
+            torch.cuda.synchronize()
+
+        return replay
+
+    return make, make_graph
 
 
 if __name__ == "__main__":

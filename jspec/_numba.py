@@ -22,25 +22,34 @@ def njit(**options) -> Any:
 
 
 def part(function: Callable) -> Any:
-    """Compiles a function into those that call it.
+    """Compiles a function that makes no arrays into those that call it.
 
-    It allocates nothing, so numba can leave out its reference counts: atomic operations, and most
-    of the time of a function that reads a few cells.
+    Numba then leaves out its reference counts: atomic operations, and most of the time of a
+    function that reads a few cells. Inlined, it need not be handed all tables each time.
     """
     options: dict[str, Any] = {"nogil": True, "forceinline": True, "_nrt": False}
     return numba.njit(**options)(function)
 
 
-def entry(*sources: ModuleType, **options) -> Any:
+def allocating_part(function: Callable) -> Any:
+    """Compiles a function that makes arrays or lists, for those that call it."""
+    return numba.njit(nogil=True)(function)
+
+
+def entry(*sources: ModuleType) -> Any:
     """Returns a decorator like `njit`'s for a function whose parts are in other modules.
 
-    Numba compiles a stored function again when its own file has changed; here its name on disk
-    changes with the text of `sources`, too.
+    Numba compiles a stored function again when its own file has changed, but not when only a part
+    of it has. So here its name on disk changes with the text of `sources`.
     """
-    digest = hashlib.sha256("".join(map(inspect.getsource, sources)).encode()).hexdigest()
+    try:
+        text = "".join(map(inspect.getsource, sources))
+    except OSError:  # an install without sources, which nobody edits
+        text = ""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def decorate(function):
-        function.__qualname__ = f"{function.__name__}_{digest[:16]}"
-        return njit(**options)(function)
+        function.__qualname__ = f"{function.__name__}_{digest}"
+        return njit()(function)
 
     return decorate

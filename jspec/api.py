@@ -6,6 +6,7 @@ new `State`; the memory of the old one is consumed. Params are never donated.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +40,8 @@ def init(
       A state whose arrays are committed to a device, so that warmed calls never compile again.
 
     Raises:
-      TypeError: config belongs to no registered proposer. ValueError: max_requests < 1.
+      TypeError: config belongs to no registered proposer, or cache is no CacheConfig.
+      ValueError: max_requests < 1.
 
     Example:
       >>> import jspec
@@ -48,10 +50,15 @@ def init(
       >>> state = jspec.admit(state, 0, [1, 2, 9, 1, 2])
     """
     proposer = proposers.of(config)
+    if not isinstance(cache, CacheConfig):
+        raise TypeError(
+            f"init: `cache` is {cache!r}, wanted a CacheConfig. Pass "
+            "jspec.CacheConfig(num_pages=..., max_model_len=...)."
+        )
     check_at_least("init", 1, max_requests=max_requests)
     memory = proposer.init(config, params, cache, max_requests)
     if proposer.kind == "device":
-        device = _device(params)
+        device = device_of((params, memory))
         params, memory = _commit(params, device), _commit(memory, device)
     return State(
         config=config,
@@ -75,10 +82,12 @@ def admit(state: State, slot: int, prompt_tokens: Sequence[int] | np.ndarray) ->
       The new state.
 
     Raises:
-      ValueError: the slot is taken or out of range, the prompt is empty or longer than
-        `max_model_len`, or a token is outside the vocabulary. The state is then unchanged.
+      TypeError: the slot is no int. ValueError: the slot is taken or out of range, the prompt is
+        empty or longer than `max_model_len`, or a token is outside the vocabulary. The state is
+        then unchanged.
     """
     _check_alive(state, "admit")
+    slot = _check_slot("admit", slot)
     if not 0 <= slot < state.max_requests:
         raise ValueError(
             f"admit: `slot` is {slot}, wanted 0..{state.max_requests - 1}. "
@@ -104,7 +113,7 @@ def admit(state: State, slot: int, prompt_tokens: Sequence[int] | np.ndarray) ->
         padded = np.full(state.cache.max_model_len, PAD_TOKEN, np.int32)
         padded[: len(tokens)] = tokens
         arguments = (np.int32(slot), padded, np.int32(len(tokens)))
-        memory = _admit(state.config, memory, *_commit(arguments, _device(memory)))
+        memory = _admit(state.config, memory, *_commit(arguments, device_of(memory)))
     return dataclasses.replace(state, memory=memory, occupied=state.occupied | {slot})
 
 
@@ -116,9 +125,10 @@ def release(state: State, slot: int) -> State:
       slot: the row that `admit` gave.
 
     Raises:
-      ValueError: no request holds the slot.
+      TypeError: the slot is no int. ValueError: no request holds it.
     """
     _check_alive(state, "release")
+    slot = _check_slot("release", slot)
     if slot not in state.occupied:
         raise ValueError(
             f"release: slot {slot} holds no request. Taken now: {sorted(state.occupied) or 'none'}."
@@ -128,7 +138,7 @@ def release(state: State, slot: int) -> State:
     if proposer.release is not None and proposer.kind == "host":
         memory = proposer.release(state.config, memory, slot)
     elif proposer.release is not None:
-        memory = _release(state.config, memory, _commit(np.int32(slot), _device(memory)))
+        memory = _release(state.config, memory, _commit(np.int32(slot), device_of(memory)))
     return dataclasses.replace(state, memory=memory, occupied=state.occupied - {slot})
 
 
@@ -137,6 +147,7 @@ def prepare(scheduled: Scheduled, verified: Verified, *, vocab_size: int | None 
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((scheduled, verified))):
         metadata.check_scheduled(scheduled)
         metadata.check_verified(verified, scheduled)
+        scheduled, verified = _commit((scheduled, verified), device_of((scheduled, verified)))
         return _prepare(scheduled, verified, vocab_size=vocab_size)
     return metadata.prepare(scheduled, verified, vocab_size=vocab_size)
 
@@ -157,11 +168,15 @@ def propose(state: State, batch: Batch) -> tuple[State, Drafts]:
         consumed before.
     """
     _check_alive(state, "propose")
+    if not isinstance(batch, Batch):
+        raise TypeError(
+            f"propose: `batch` is a {type(batch).__name__}, wanted a Batch. Call "
+            "jspec.prepare(scheduled, verified) first, or jspec.step for both."
+        )
+    metadata.check_scheduled(batch)
     if proposers.of(state.config).kind == "host":
         return _propose_on_host(state, _to_host(batch, state.config))
-    device = _device(state.memory)
-    batch = _commit(batch, device)
-    metadata.check_scheduled(batch)
+    batch = _commit(batch, device_of(state.memory))
     memory, drafts = _propose(state.config, state.params, state.memory, batch)
     return dataclasses.replace(state, memory=memory), drafts
 
@@ -181,13 +196,13 @@ def step(state: State, scheduled: Scheduled, verified: Verified) -> tuple[State,
       As `propose`.
     """
     _check_alive(state, "step")
+    metadata.check_scheduled(scheduled)
+    metadata.check_verified(verified, scheduled)
     if proposers.of(state.config).kind == "host":
         scheduled, verified = _to_host((scheduled, verified), state.config)
         batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
         return _propose_on_host(state, batch)
-    scheduled, verified = _commit((scheduled, verified), _device(state.memory))
-    metadata.check_scheduled(scheduled)
-    metadata.check_verified(verified, scheduled)
+    scheduled, verified = _commit((scheduled, verified), device_of(state.memory))
     memory, drafts = _step(state.config, state.params, state.memory, scheduled, verified)
     return dataclasses.replace(state, memory=memory), drafts
 
@@ -226,7 +241,7 @@ def warmup(state: State, buckets: Buckets) -> None:
             batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
             proposer.propose(state.config, state.params, scratch, batch)
         return
-    sharding = jax.sharding.SingleDeviceSharding(_device(state.memory))
+    sharding = jax.sharding.SingleDeviceSharding(device_of(state.memory))
 
     def abstract(tree):
         return jax.tree.map(
@@ -248,7 +263,8 @@ def warmup(state: State, buckets: Buckets) -> None:
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch
         )
-        _prepare.lower(scheduled, verified, vocab_size=None).compile()
+        for vocab_size in {None, state.config.vocab_size}:
+            _prepare.lower(scheduled, verified, vocab_size=vocab_size).compile()
         _propose.lower(state.config, params, memory, batch).compile()
         _step.lower(state.config, params, memory, scheduled, verified).compile()
 
@@ -257,7 +273,10 @@ def check_prompt(
     owner: str, tokens: Sequence[int] | np.ndarray, *, max_len: int, vocab_size: int | None
 ) -> Int[np.ndarray, "n"]:
     """Returns a prompt as int32, or raises a ValueError that names the offending token."""
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # lists of unequal lengths
+        array = np.asarray(tokens, object)
     if array.size == 0:
         raise ValueError(f"{owner}: the prompt is empty, wanted at least one token.")
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -270,12 +289,13 @@ def check_prompt(
             f"{owner}: the prompt has {len(array)} tokens, wanted at most max_model_len = "
             f"{max_len}. Shorten it, or raise CacheConfig.max_model_len."
         )
-    bad = (array < 0) | (array >= (vocab_size or metadata.INT32_MAX))
+    limit = metadata.INT32_MAX if vocab_size is None else vocab_size
+    bad = (array < 0) | (array >= limit)
     if bad.any():
         where = int(np.argmax(bad))
         raise ValueError(
-            f"{owner}: prompt token {where} is {array[where]}, wanted an id from 0 up to the "
-            f"vocabulary size ({vocab_size or 'unbounded'}). Use the target's own tokenizer."
+            f"{owner}: prompt token {where} is {array[where]}, wanted 0 <= id < {limit}, the "
+            "vocabulary size. Use the target's own tokenizer."
         )
     return array.astype(np.int32)
 
@@ -335,7 +355,8 @@ def _to_host(tree, config):
     return jax.tree.map(np.asarray, tree)
 
 
-def _device(tree) -> Any:
+def device_of(tree: Any) -> jax.Device:
+    """Returns the device of the first JAX array of a pytree, the first one where there is none."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
             return next(iter(leaf.devices()))
@@ -357,7 +378,21 @@ def _commit(tree, device):
     return tree
 
 
+def _check_slot(owner: str, slot: int) -> int:
+    try:
+        if not isinstance(slot, bool):
+            return operator.index(slot)
+    except TypeError:
+        pass
+    raise TypeError(f"{owner}: `slot` is {slot!r}, wanted an int. Pass int(slot).")
+
+
 def _check_alive(state: State, owner: str) -> None:
+    if not isinstance(state, State):
+        raise TypeError(
+            f"{owner}: `state` is a {type(state).__name__}, wanted a State. Make one with "
+            "jspec.init."
+        )
     for leaf in jax.tree.leaves(state.memory):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
             if leaf.is_deleted():

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,14 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: words after `python -m jspec`; by default those of this process.
 
     Returns:
-      Exit code: 0, or 1 after an error, which is printed in one line on standard error.
-      argparse itself exits with 2 where the words do not parse.
+      Exit code: 0, or 1 after an error, which is printed in one line on standard error; as a shell
+      counts signals, 130 after Ctrl-C and 141 where the reader of a pipe has left. argparse itself
+      exits with 2 where the words do not parse.
     """
     arguments = _parser().parse_args(argv)
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()  # a pipe that was closed shows here, not when Python exits
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, on exit
+        return 141
     except (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportError) as error:
         message = error.args[0] if isinstance(error, KeyError) else error
         print(f"jspec: {' '.join(str(message).split())}", file=sys.stderr)
@@ -111,6 +120,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         "cache": scheduling.limits(model, prompts, arguments.max_tokens, 1, None, 1),
     }
     show = None if arguments.json else _printer(tokenizer)
+    if show and sys.stderr.isatty():
+        print("compiling: up to a minute the first time, seconds later", file=sys.stderr)
     report = measure.run(model, prompts, config, on_tokens=show, **sizes)
     plain = None
     if config is None:
@@ -202,58 +213,77 @@ def _print_segment(name: str, numbers: dict[str, Any]) -> None:
 def _demo(arguments: argparse.Namespace) -> int:
     from jspec.demo.run import run  # needs rich and matplotlib
 
-    return run(max_tokens=arguments.max_tokens, output=Path(arguments.output))
+    output = Path(arguments.output)
+    if not output.parent.is_dir() or output.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(
+            f"--output is {output}, wanted a file that ends in .png, .pdf or .svg in a folder that "
+            "exists."
+        )
+    return run(max_tokens=arguments.max_tokens, output=output)
 
 
-# Options of the command line, and the fields of a config that they set.
-_FIELDS = {
-    "num_drafts": "num_drafts",
-    "min_n": "prompt_lookup_min",
-    "max_n": "prompt_lookup_max",
-    "min_prob": "min_token_prob",
-    "spec_factor": "max_spec_factor",
-    "warm_start": "warm_start",
+# Options that set a field of a drafter's config; what they are where they are left out, None =
+# the config's own default.
+_OPTIONS: dict[str, tuple[str, Any]] = {
+    "num_drafts": ("num_drafts", 5),
+    "min_n": ("prompt_lookup_min", 2),
+    "max_n": ("prompt_lookup_max", 4),
+    "min_prob": ("min_token_prob", None),
+    "spec_factor": ("max_spec_factor", None),
+    "warm_start": ("warm_start", None),
 }
-_DEFAULTS = {"num_drafts": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 def _drafter(method: str, arguments: argparse.Namespace, others: Sequence[str] = ()) -> Any:
     """Builds a drafter's config, None for plain decoding: before anything is loaded.
 
     Raises:
-      ValueError: an option was given that neither this method nor one of `others` has.
+      ValueError: an option was given that has no effect on this method, nor on one of `others`.
     """
-    config = None if method == "none" else proposers.find(method).Config
-    known = _option_fields(method)
-    used = known.union(*map(_option_fields, others))
-    values = {f: v for o, f in _FIELDS.items() if (v := getattr(arguments, o)) is not None}
-    for option, name in _FIELDS.items():
-        if name in values and name not in used:
+    options = _options_of(method)
+    effective = options.union(*map(_options_of, others))
+    given = {option: getattr(arguments, option) for option in _OPTIONS}
+    for option, value in given.items():
+        if value is not None and option not in effective:
+            known = ", ".join(_spell(o) for o in _OPTIONS if o in options) or "none"
             raise ValueError(
-                f"--{option.replace('_', '-')} has no effect with --method {method}. Leave it out; "
-                f"options of this method: {_spell(known) or 'none'}."
+                f"{_spell(option)} has no effect with --method {method}. Leave it out; this "
+                f"method's options: {known}."
             )
-    options = {name: value for name, value in (_DEFAULTS | values).items() if name in known}
-    return config and config(**options)
+    if method == "none":
+        return None
+    fields = {}
+    for option in options:
+        field, default = _OPTIONS[option]
+        value = default if given[option] is None else given[option]
+        if value is not None:
+            fields[field] = value
+    return proposers.find(method).Config(**fields)
 
 
-def _option_fields(method: str) -> set[str]:
-    """Names the fields of a method's config that options set."""
+def _options_of(method: str) -> set[str]:
     if method == "none":
         return set()
-    fields = dataclasses.fields(proposers.find(method).Config)
-    return {field.name for field in fields} & set(_FIELDS.values())
+    fields = {field.name for field in dataclasses.fields(proposers.find(method).Config)}
+    return {option for option, (field, _) in _OPTIONS.items() if field in fields}
 
 
-def _spell(fields: set[str]) -> str:
-    return ", ".join(f"--{o.replace('_', '-')}" for o, f in _FIELDS.items() if f in fields)
+def _spell(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
 def open_model(name: str, dtype: str, *, quiet: bool = False) -> Model:
     """Loads a model from disk, or SmolLM2 from where it is published."""
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype is {dtype!r}, wanted float32 or bfloat16.")
-    return load(fetch_smollm2(progress=not quiet) if name == "smollm2" else name, dtype)
+    if name == "smollm2":
+        return load(fetch_smollm2(progress=not quiet), dtype)
+    if not name or not Path(name).exists():
+        raise ValueError(
+            f"--model {name!r} does not exist. Pass a Hugging Face model folder, a .gguf file, or "
+            "smollm2, which is fetched."
+        )
+    return load(name, dtype)
 
 
 def open_tokenizer(model: Model) -> Tokenizer:

@@ -7,15 +7,42 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 
 def check_at_least(owner: str, minimum: int, **fields: int) -> None:
     """Raises ValueError for the first field that is no integer or lies below `minimum`."""
     for name, value in fields.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ValueError(
-                f"{owner}: `{name}` is {value!r}, wanted an integer of at least {minimum}. "
+                f"{owner}: `{name}` is {value!r}, wanted a plain int of at least {minimum}. "
                 f"Pass {name}={minimum} or more."
             )
+
+
+def _check_above_0(owner: str, **fields: float) -> None:
+    for name, value in fields.items():
+        # The comparison refuses NaN, too.
+        if not (isinstance(value, (int, float)) and value > 0):
+            raise ValueError(f"{owner}: {name} is {value!r}, wanted a number above 0.")
+
+
+def check_float_dtype(owner: str, dtype: DTypeLike) -> str:
+    """Returns the name of a type that weights and caches may have, or raises ValueError."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if dtype is None or name not in _FLOAT_DTYPES:
+        raise ValueError(
+            f"{owner}: `dtype` is {dtype!r}, wanted one of {', '.join(_FLOAT_DTYPES)}. "
+            "Pass dtype='bfloat16', or 'float32' on a CPU."
+        )
+    return name
+
+
+_FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +69,7 @@ class CacheConfig:
             page_size=self.page_size,
             max_model_len=self.max_model_len,
         )
+        object.__setattr__(self, "dtype", check_float_dtype("CacheConfig", self.dtype))
 
     @property
     def pages_per_request(self) -> int:
@@ -55,7 +83,7 @@ class Buckets:
 
     Attributes:
       requests: batch sizes (B), ascending.
-      tokens: flat token counts (T), ascending.
+      tokens: flat token counts (T), ascending; the largest has a token for each request.
     """
 
     requests: tuple[int, ...]
@@ -63,11 +91,17 @@ class Buckets:
 
     def __post_init__(self):
         for name, sizes in (("requests", self.requests), ("tokens", self.tokens)):
-            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+            are_sizes = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
+            if not are_sizes or not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
                 raise ValueError(
-                    f"Buckets: `{name}` is {sizes!r}, wanted ascending sizes of at least 1, "
-                    "for example (1, 4, 16)."
+                    f"Buckets: `{name}` is {sizes!r}, wanted a tuple of ascending ints of at "
+                    "least 1, for example (1, 4, 16)."
                 )
+        if self.tokens[-1] < self.requests[-1]:
+            raise ValueError(
+                f"Buckets: `tokens` ends at {self.tokens[-1]}, below the {self.requests[-1]} "
+                "requests that a step may have, which run a token each. Add a larger size."
+            )
 
     def pairs(self) -> list[tuple[int, int]]:
         """Lists each (requests, tokens) that a step can have: at least a token a request."""
@@ -112,11 +146,14 @@ class RopeConfig:
     original_max_len: int = 0
 
     def __post_init__(self):
-        for name in ("theta", "factor"):
-            if getattr(self, name) <= 0:
-                raise ValueError(
-                    f"RopeConfig: {name} is {getattr(self, name)!r}, wanted a number above 0."
-                )
+        _check_above_0("RopeConfig", theta=self.theta, factor=self.factor)
+        if self.kind == "llama3":
+            _check_above_0(
+                "RopeConfig",
+                low_freq_factor=self.low_freq_factor,
+                high_freq_factor=self.high_freq_factor,
+                original_max_len=self.original_max_len,
+            )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -126,8 +163,13 @@ class RopeConfig:
           ValueError: an unknown kind or parameter, or one that the kind needs is missing.
         """
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(
+                f"RopeConfig: rope_parameters (or rope_scaling) is {rope!r}, wanted an object. "
+                "Correct the model's config.json."
+            )
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in _ROPE_FIELDS:
+        if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
             raise ValueError(
                 f"RopeConfig: rope type {kind!r} is not supported, wanted one of "
                 f"{', '.join(_ROPE_FIELDS)}. Its parameters are {dict(rope)}."
@@ -151,7 +193,7 @@ class RopeConfig:
             )
         theta = rope.get("rope_theta", config.get("rope_theta"))
         fields = {name: rope[key] for key, name in _ROPE_FIELDS[kind].items()}
-        return cls(kind=kind, theta=cls.theta if theta is None else float(theta), **fields)
+        return cls(kind=kind, theta=cls.theta if theta is None else theta, **fields)
 
 
 _MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -214,6 +256,9 @@ class ModelConfig:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
         sizes += ("num_kv_heads", "head_dim", "max_positions")
         check_at_least("ModelConfig", 1, **{name: getattr(self, name) for name in sizes})
+        for token in self.eos_token_ids:
+            check_at_least("ModelConfig", 0, eos_token_id=token)
+        _check_above_0("ModelConfig", rms_norm_eps=self.rms_norm_eps)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"ModelConfig: num_kv_heads is {self.num_kv_heads}, wanted a divisor of num_heads "
@@ -246,6 +291,7 @@ class ModelConfig:
         _refuse_unsupported(config)
         heads = _required(config, "num_attention_heads")
         hidden_size = _required(config, "hidden_size")
+        check_at_least("ModelConfig", 1, num_attention_heads=heads, hidden_size=hidden_size)
         attention_bias = bool(config.get("attention_bias"))
         eos = config.get("eos_token_id")
         optional = {"rms_norm_eps": "rms_norm_eps", "max_position_embeddings": "max_positions"}
@@ -293,7 +339,20 @@ def _read_hf(source: Mapping[str, Any] | str | PathLike[str]) -> Mapping[str, An
     if isinstance(source, Mapping):
         return source
     path = Path(source)
-    return json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    return read_json(path / "config.json" if path.is_dir() else path)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object, or raises a ValueError that names the file."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error}). Fetch the file again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{file} holds a {type(content).__name__}, wanted an object. Fetch the file again."
+        )
+    return content
 
 
 def _required(config: Mapping[str, Any], key: str) -> Any:
@@ -319,13 +378,13 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _slides(config: Mapping[str, Any]) -> bool:
     """Whether a layer has a sliding window: by `layer_types`, else by the older options."""
-    if config.get("layer_types") is not None:
-        return any(kind != "full_attention" for kind in config["layer_types"])
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        return not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
     # Qwen states a window size even where it is switched off, and then only late layers have one.
     switched_on = config.get("use_sliding_window", config["model_type"] == "llama")
-    first = config.get("max_window_layers", 0)
-    return (
-        switched_on
-        and config.get("sliding_window") is not None
-        and first < _required(config, "num_hidden_layers")
-    )
+    if not switched_on or config.get("sliding_window") is None:
+        return False
+    first, num_layers = config.get("max_window_layers", 0), _required(config, "num_hidden_layers")
+    check_at_least("ModelConfig", 0, max_window_layers=first, num_hidden_layers=num_layers)
+    return first < num_layers

@@ -136,7 +136,7 @@ def generate(
       prompts: token ids; of any lengths, any number of them.
       config: the drafter's, for example `NgramConfig(num_drafts=5)`.
       params: the drafter's weights.
-      max_tokens: most tokens to add to each prompt.
+      max_tokens: most tokens to add to each prompt; a prompt of `max_model_len` gets none.
       max_requests: prompts decoded at the same time; the others wait.
       cache: KV pages; by default just enough for this call.
       chunk_size: most rows of a pass; longer prompts are read in chunks.
@@ -148,7 +148,8 @@ def generate(
 
     Raises:
       ValueError: a prompt is empty, too long or holds an id outside the vocabulary; a size is
-        below 1; the cache cannot hold the longest request. Raised before anything compiles.
+        below 1; the cache cannot hold the longest request, or is for longer ones than the model.
+        Raised before anything compiles.
     """
     engine = Engine(
         model,
@@ -235,8 +236,12 @@ class Engine:
         stop_ids: Sequence[int] | None = None,
     ):
         self.on_host = proposers.of(config).kind == "host"
-        limits = scheduling.limits(model, prompts, max_tokens, max_requests, cache, chunk_size)
+        limits = scheduling.limits(
+            *(model, prompts, max_tokens, max_requests, cache, chunk_size),
+            vocab_size=config.vocab_size,
+        )
         self.model = model
+        self.device = api.device_of(model.params)
         self.scheduler = Scheduler(
             prompts,
             limits,
@@ -246,8 +251,9 @@ class Engine:
             chunk_size=chunk_size,
             stop_ids=model.stop_ids if stop_ids is None else stop_ids,
         )
-        self.state: State = api.init(config, params, cache=limits, max_requests=max_requests)
-        self.cache = _target_cache(model, limits)
+        with jax.default_device(self.device):
+            self.state: State = api.init(config, params, cache=limits, max_requests=max_requests)
+            self.cache = _target_cache(model, limits)
         self.report = Report(self.scheduler.generations, self.scheduler.stats)
 
     def warmup(self) -> None:
@@ -256,7 +262,7 @@ class Engine:
         tokens = tuple(sorted({num_rows for num_rows, _ in scheduler.shapes}))
         api.warmup(self.state, Buckets(requests=(scheduler.max_requests,), tokens=tokens))
         for num_rows, width in scheduler.shapes:
-            self._run_target(jax.device_put(scheduler.pack([], num_rows)), width)
+            self._run_target(jax.device_put(scheduler.pack([], num_rows), self.device), width)
 
     def run(self, on_tokens: OnTokens | None = None) -> Report:
         """Steps until every prompt is done."""
@@ -275,7 +281,7 @@ class Engine:
             return False
         rows, (num_rows, width) = self.scheduler.schedule()
         scheduled = self.scheduler.pack(rows, num_rows)
-        on_device = jax.device_put(scheduled)
+        on_device = jax.device_put(scheduled, self.device)
         verified = self._run_target(on_device, width)
         if self.on_host:
             verified = jax.device_get(verified)

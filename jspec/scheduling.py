@@ -109,9 +109,10 @@ class Scheduler:
         self.waiting = deque(
             Request(i, list(p), len(p), min(len(p) + max_tokens, limits.max_model_len))
             for i, p in enumerate(prompts)
+            if len(p) < limits.max_model_len  # a prompt that long gets no token
         )
         self.running: dict[int, Request] = {}
-        self.generations = [Generation([], "length")] * len(prompts)
+        self.generations = [Generation([], "length") for _ in prompts]
         self.stats = SpecDecodingStats.new(num_drafts)
 
     def admit(self) -> list[Request]:
@@ -250,16 +251,26 @@ def limits(
     max_requests: int,
     cache: CacheConfig | None,
     chunk_size: int,
+    *,
+    vocab_size: int | None = None,
 ) -> CacheConfig:
-    """Checks the arguments; sizes the cache for them where the caller gave none."""
+    """Checks the arguments; sizes the cache for them where the caller gave none.
+
+    Args:
+      vocab_size: the drafter's, where it has one; it may be smaller than the target's.
+    """
     check_at_least(
         "generate", 1, max_tokens=max_tokens, max_requests=max_requests, chunk_size=chunk_size
     )
     context = cache.max_model_len if cache else model.config.max_positions
-    for i, prompt in enumerate(prompts):
-        api.check_prompt(
-            f"generate: prompts[{i}]", prompt, max_len=context, vocab_size=model.config.vocab_size
+    if context > model.config.max_positions:
+        raise ValueError(
+            f"generate: cache.max_model_len is {context}, above the {model.config.max_positions} "
+            "positions that the model was made for. Lower it."
         )
+    vocab_size = min(model.config.vocab_size, vocab_size or model.config.vocab_size)
+    for i, prompt in enumerate(prompts):
+        api.check_prompt(f"generate: prompts[{i}]", prompt, max_len=context, vocab_size=vocab_size)
     longest = max((min(len(p) + max_tokens, context) for p in prompts), default=1)
     if cache is None:
         # Whole powers of two: calls of alike size share their executables.

@@ -1,6 +1,8 @@
 """The command line does what its help says, and fails in one line."""
 
 import json
+import os
+import re
 import shutil
 
 import pytest
@@ -49,7 +51,7 @@ def generate(*words):
     return cli.main(["generate", *map(str, words)])
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
 def test_json_is_one_object_with_every_key(folder, capfd, method):
     words = ["--model", folder, "--method", method, "--num-drafts", 3, "--prompt", "abcabcab"]
     words += ["--prompt", "xyz", "--max-tokens", 24, "--compare-plain", "--json"]
@@ -89,6 +91,11 @@ def test_text_for_people_streams_and_then_sums_up(folder, capfd):
         (["--method", "ngrm"], "ngram"),
         (["--num-drafts", "0"], "num_drafts"),
         (["--min-n", "4", "--max-n", "2"], "4.*2"),
+        (["--method", "suffix", "--min-n", "4"], "--min-n has no effect with --method suffix"),
+        (["--method", "ngram", "--min-prob", "0.5"], "--min-prob has no effect.*--max-n"),
+        (["--method", "none", "--num-drafts", "3"], "--num-drafts has no effect.*none"),
+        (["--method", "suffix", "--min-prob", "2"], "min_token_prob"),
+        (["--method", "suffix", "--warm-start", "nowhere"], "nowhere"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--dtype", "int8"], "float32 or bfloat16"),
         (["--model", "nowhere/model"], "nowhere/model"),
@@ -101,14 +108,45 @@ def test_an_error_is_one_line_and_exit_code_1(folder, capfd, words, message):
     captured = capfd.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("jspec: ") and captured.err.count("\n") == 1
-    import re
-
     assert re.search(message, captured.err)
 
 
 def test_a_model_without_a_tokenizer_says_where_it_belongs(capfd):
     assert generate("--model", GOLDEN / "models" / "draft_llama_small", "--prompt", "a") == 1
     assert "tokenizer.json" in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_quietly(folder, capfd, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.measure, "run", interrupted)
+    assert generate("--model", folder, "--prompt", "abc") == 130
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_reader_that_leaves_ends_it_quietly(folder, capfd, monkeypatch, words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        assert generate("--model", folder, "--prompt", "abc", "--max-tokens", 4, *words) == 141
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("output", ["nowhere/demo.png", "demo.txt"])
+def test_the_demo_refuses_a_picture_that_it_could_not_write(capfd, output):
+    assert cli.main(["demo", "--output", output]) == 1
+    assert "in a folder that exists" in capfd.readouterr().err
+
+
+def test_the_demo_marks_accepted_drafts_alone():
+    from jspec.demo.run import _marked
+
+    text = _marked("one two", " three")
+    assert text.plain == "one two three" and text.style == ""
+    assert [(span.start, span.end) for span in text.spans] == [(0, 7)]
 
 
 def test_the_demo_compares_every_method_and_draws(folder, tmp_path, monkeypatch, capfd):
@@ -124,3 +162,4 @@ def test_the_demo_compares_every_method_and_draws(folder, tmp_path, monkeypatch,
     assert lines[-1] == "identical to plain decoding: yes"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert sum("ngram_gpu" in line for line in lines) >= 2
+    assert not any("…" in line for line in lines)  # the table fits into 80 columns

@@ -231,6 +231,7 @@ def test_json_has_every_drafter_without_weights_in_every_segment(write, capfd):
         ([COPY], ["--method", "ngrm"], "ngram"),
         ([COPY], ["--num-drafts", "0"], "num_drafts"),
         ([COPY], ["--min-n", "5"], "5.*4"),
+        ([COPY], ["--method", "ngram", "--min-prob", "0.2"], "--min-prob has no effect"),
         ([COPY], ["--max-requests", "0", "--method", "ngram"], "max_requests"),
     ],
 )
@@ -257,4 +258,4 @@ def test_a_method_that_needs_weights_is_refused(write, capfd, monkeypatch):
     needy = find("ngram")._replace(name="needy", model_free=False)
     monkeypatch.setitem(REGISTRY, "needy", needy)
     assert cli.main(["bench-drafts", str(write(COPY)), "--method", "needy"]) == 1
-    assert "needs weights; without are ngram, ngram_gpu" in capfd.readouterr().err
+    assert "needs weights; without are ngram, ngram_gpu, suffix" in capfd.readouterr().err

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jspec.checkpoint.assemble import assemble
 from jspec.checkpoint.base import Checkpoint
 from jspec.checkpoint.safetensors import read_folder
-from jspec.config import ModelConfig
+from jspec.config import ModelConfig, check_float_dtype
 from jspec.models import llama
 from jspec.state import Params
 
@@ -70,15 +70,16 @@ def load(path: str | PathLike[str], dtype: DTypeLike = "bfloat16") -> Model:
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, the architecture or an option of it is not supported, or
-        tensors and config do not fit (all are listed).
+      ValueError: a file is damaged, the architecture, an option of it or `dtype` is not
+        supported, or tensors and config do not fit (all are listed).
 
     Example:
       model = jspec.load("path/to/Llama-3.2-1B", "float32")
     """
+    dtype = check_float_dtype("load", dtype)
     checkpoint = read(path)
     named = checkpoint.config.get("architectures") or [_ARCHITECTURES[0]]
-    if not set(named) & set(_ARCHITECTURES):
+    if not isinstance(named, list) or not any(name in _ARCHITECTURES for name in named):
         raise ValueError(
             f"{path}: architectures {named} are not supported, wanted one of "
             f"{', '.join(_ARCHITECTURES)}. A draft head is no target: its own config loads it."

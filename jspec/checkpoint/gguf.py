@@ -10,6 +10,7 @@ import numpy as np
 from jspec.checkpoint.base import Checkpoint
 from jspec.checkpoint.gguf_file import GgufFile, open_gguf
 from jspec.checkpoint.tokenizer import gguf_tokenizer_json
+from jspec.config import check_at_least
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -80,8 +81,8 @@ def read_gguf(path: str | Path) -> Checkpoint:
         config=config,
         tensors=tensors,
         tokenizer_json=gguf_tokenizer_json(file.metadata, source=str(file.path)),
-        chat_template=file.metadata.get("tokenizer.chat_template"),
-        stop_ids=_stop_ids(file.metadata),
+        chat_template=file.find("tokenizer.chat_template", str),
+        stop_ids=_stop_ids(file),
     )
 
 
@@ -105,6 +106,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         return file.get(f"{arch}.{key}", kind, default=default)
 
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
+    check_at_least(str(file.path), 1, head_count=num_heads)
     head_dim = get("attention.key_length", default=hidden_size // num_heads)
     rotary_dim = get("rope.dimension_count", default=head_dim)
     rope_theta = get("rope.freq_base", float, default=10000.0)
@@ -124,14 +126,14 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "rope_theta": rope_theta,
         "rope_scaling": _rope_scaling(file, arch, rope_theta, rotary_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": file.find("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": file.find("tokenizer.ggml.eos_token_id", int),
     }
     if arch != "qwen2":  # whose q, k and v always have a bias, without an option
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
-    if window := file.metadata.get(f"{arch}.attention.sliding_window"):
+    if window := file.find(f"{arch}.attention.sliding_window", int):
         config |= {"sliding_window": window, "use_sliding_window": True}
     return config
 
@@ -139,10 +141,10 @@ def _config(file: GgufFile) -> dict[str, Any]:
 def _rope_scaling(
     file: GgufFile, arch: str, theta: float, rotary_dim: int
 ) -> dict[str, Any] | None:
-    original = file.metadata.get(f"{arch}.rope.scaling.original_context_length")
+    original = file.find(f"{arch}.rope.scaling.original_context_length", int)
     if _ROPE_DIVISORS in file.tensors:
         return _llama3_scaling(file, theta, rotary_dim, original or 8192)
-    kind = file.metadata.get(f"{arch}.rope.scaling.type", "none")
+    kind = file.get(f"{arch}.rope.scaling.type", str, default="none")
     if kind == "none":
         return None
     scaling = {"rope_type": kind, "factor": file.get(f"{arch}.rope.scaling.factor", float)}
@@ -159,7 +161,7 @@ def _llama3_scaling(file: GgufFile, theta: float, rotary_dim: int, original: int
     low, high, factor = 1.0, 4.0, float(divisors.max())
     turns = original / (2 * np.pi) * theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
     blend = np.clip((turns - low) / (high - low), 0, 1)
-    wanted = 1 / ((1 - blend) / factor + blend)
+    wanted = 1 / ((1 - blend) / max(factor, 1) + blend)  # factors below 1 do not exist
     if divisors.shape != wanted.shape or not np.allclose(divisors, wanted, rtol=1e-4):
         raise ValueError(
             f"{file.path}: {_ROPE_DIVISORS} is no llama3 RoPE scaling over {original} positions, "
@@ -205,8 +207,8 @@ def _read(file: GgufFile, name: str, config: dict[str, Any]) -> np.ndarray:
     return lanes.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _stop_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
+def _stop_ids(file: GgufFile) -> tuple[int, ...]:
     keys = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
-    named = {metadata[key] for key in keys if key in metadata}
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    named = {file.find(key, int) for key in keys if key in file.metadata}
+    tokens = file.get("tokenizer.ggml.tokens", list, default=[])
     return tuple(sorted(named | {i for i, token in enumerate(tokens) if token in _STOP_TEXTS}))

@@ -69,6 +69,10 @@ class GgufFile(NamedTuple):
             )
         return value
 
+    def find(self, key: str, kind: type) -> Any:
+        """Returns a metadata value of type `kind`, None where it is missing."""
+        return self.get(key, kind) if key in self.metadata else None
+
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor as float32, a chunk of rows at a time."""
         gguf, tensor = _gguf(), self.tensors[name]

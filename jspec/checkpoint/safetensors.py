@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from jspec.checkpoint.base import Checkpoint
+from jspec.checkpoint.tokenizer import read_chat_template
+from jspec.config import check_at_least, read_json
 
 _DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -60,33 +62,27 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
         config=config,
         tensors=tensors,
         tokenizer_json=_read_text(folder / "tokenizer.json"),
-        chat_template=_chat_template(folder),
+        chat_template=read_chat_template(folder),
         stop_ids=_stop_ids(config, generation),
     )
 
 
 def _read_text(file: Path) -> str | None:
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    try:
+        return file.read_text("utf-8") if file.is_file() else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text ({error}). Fetch the file again.") from error
 
 
 def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
-    text = _read_text(file)
-    if text is None:
-        if optional:
-            return {}
-        raise FileNotFoundError(
-            f"{file} is missing. Pass a Hugging Face model folder: config.json, and "
-            "model.safetensors or shards with model.safetensors.index.json."
-        )
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON ({error}). Fetch the file again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{file} holds a {type(content).__name__}, wanted an object. Fetch the file again."
-        )
-    return content
+    if file.is_file():
+        return read_json(file)
+    if optional:
+        return {}
+    raise FileNotFoundError(
+        f"{file} is missing. Pass a Hugging Face model folder: config.json, and "
+        "model.safetensors or shards with model.safetensors.index.json."
+    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -101,7 +97,9 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{found}. Save the model in safetensors form (save_pretrained does)."
         )
     weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
         raise ValueError(f"{index} has no weight_map (tensor -> shard). Fetch the file again.")
     files = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [file.name for file in files if not file.is_file()]
@@ -127,11 +125,8 @@ def _read_header(file: Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]
     try:
         entries = json.loads(header)
         entries.pop("__metadata__", None)
-        fields = {
-            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for name, entry in entries.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        fields = {name: _fields(entry) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{file} is no safetensors file: its header cannot be read. Fetch the file again."
         ) from error
@@ -148,7 +143,7 @@ def _read_header(file: Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]
                 f"{', '.join(_DTYPES)}. Convert the checkpoint to one of these first."
             )
         dtype = _DTYPES[dtype_name]
-        if begin < 0 or end - begin != dtype.itemsize * math.prod(shape):
+        if end - begin != dtype.itemsize * math.prod(shape):
             raise ValueError(
                 f"{file}: tensor {name!r} of {dtype_name}{list(shape)} has bytes {begin} to {end}, "
                 "which does not match. Fetch the file again."
@@ -157,25 +152,27 @@ def _read_header(file: Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]
     return tensors
 
 
+def _fields(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """Reads a tensor's dtype, shape and byte range; ValueError unless they are what they should."""
+    dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    numbers = [*shape, begin, end]
+    if not isinstance(dtype_name, str) or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError
+    return dtype_name, tuple(shape), begin, end
+
+
 def _view(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
     if 0 in shape:  # an empty range cannot be mapped
         return np.empty(shape, dtype)
     return np.memmap(file, dtype, "r", offset, shape)
 
 
-def _chat_template(folder: Path) -> str | None:
-    template = _read_text(folder / "chat_template.jinja")
-    if template is None:
-        template = _read_json(folder / "tokenizer_config.json", optional=True).get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
-
-
 def _stop_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    ids: dict[int, None] = {}
+    ids: list[int] = []
     for config in configs:
         eos = config.get("eos_token_id")
         if eos is not None:
-            ids.update(dict.fromkeys(eos if isinstance(eos, list) else [eos]))
-    return tuple(ids)
+            ids += eos if isinstance(eos, list) else [eos]
+    for token in ids:
+        check_at_least("config.json or generation_config.json", 0, eos_token_id=token)
+    return tuple(dict.fromkeys(ids))

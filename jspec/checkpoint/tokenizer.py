@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from jspec.config import read_json
+
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """A conversation: `{"role": "system" | "user" | "assistant", "content": text}` in turn."""
 
@@ -64,7 +66,7 @@ class Tokenizer:
         """Builds a tokenizer from the content of a Hugging Face tokenizer.json.
 
         Raises:
-          ImportError: the `tokenizers` package is missing.
+          ImportError: the `tokenizers` package is missing. ValueError: it cannot read the text.
         """
         try:
             import tokenizers
@@ -72,7 +74,14 @@ class Tokenizer:
             raise ImportError(
                 "text needs the `tokenizers` package. Run: pip install 'jspec-decode[demo]'"
             ) from error
-        return cls(tokenizers.Tokenizer.from_str(text), chat_template)
+        try:
+            inner = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # all that the package raises
+            raise ValueError(
+                f"tokenizer.json cannot be read ({error}). Fetch the file again, or upgrade the "
+                "`tokenizers` package."
+            ) from error
+        return cls(inner, chat_template)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -235,11 +244,15 @@ def read_chat_template(folder: str | Path) -> str | None:
     if own.is_file():
         return own.read_text("utf-8")
     settings = Path(folder) / "tokenizer_config.json"
-    if not settings.is_file():
-        return None
-    template = json.loads(settings.read_text("utf-8")).get("chat_template")
-    if isinstance(template, list):  # several by name
-        return next((t["template"] for t in template if t["name"] == "default"), None)
+    template = read_json(settings).get("chat_template") if settings.is_file() else None
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"{settings}: chat_template is {template!r}, wanted a text, or a list of "
+            '{"name": ..., "template": ...}. Fetch the file again.'
+        )
     return template
 
 
@@ -254,23 +267,37 @@ def gguf_tokenizer_json(metadata: Mapping[str, Any], *, source: str = "GGUF") ->
       Content of a tokenizer.json, or None where the file has no tokenizer.
 
     Raises:
-      ValueError: the tokenizer is no byte-level BPE, or cuts text by an unknown rule.
+      ValueError: the tokenizer is no byte-level BPE, cuts text by an unknown rule, or a value has
+        another type than it should.
 
     Source: llama.cpp src/llama-vocab.cpp, which names the rules.
     """
-    model = metadata.get("tokenizer.ggml.model", "none")
+
+    def get(key: str, kind: type, default: Any) -> Any:
+        """Reads a value; `kind` is that of its items where the default is a list."""
+        value = metadata.get(f"tokenizer.ggml.{key}", default)
+        items = value if isinstance(default, list) else [value]
+        if not isinstance(items, list) or not all(isinstance(item, kind) for item in items):
+            raise ValueError(
+                f"{source}: metadata `tokenizer.ggml.{key}` is {str(value)[:60]}, wanted "
+                f"{'a list of ' * isinstance(default, list)}{kind.__name__}. Convert the model "
+                "again with a current llama.cpp."
+            )
+        return value
+
+    model = get("model", str, "none")
     if model == "none":
         return None
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = get("pre", str, "default")
     if model != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise ValueError(
             f"{source}: tokenizer model {model!r} with pre-tokenizer {pre!r} is not supported, "
             f"wanted 'gpt2' (byte-level BPE) with one of {', '.join(_PRE_TOKENIZERS)}. "
             "Pass the model's Hugging Face folder, which has a tokenizer.json."
         )
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    merges = metadata.get("tokenizer.ggml.merges", [])
+    tokens = get("tokens", str, [])
+    types = get("token_type", int, [1] * len(tokens))
+    merges = get("merges", str, [])
     if not merges or len(types) != len(tokens):
         raise ValueError(
             f"{source}: the vocabulary has {len(tokens)} tokens, {len(types)} token types and "
@@ -296,8 +323,13 @@ def gguf_tokenizer_json(metadata: Mapping[str, Any], *, source: str = "GGUF") ->
         for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind != _UNUSED
     }
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", rule is _LLAMA3)
+    bos = get("bos_token_id", int, -1)
+    adds_bos = get("add_bos_token", bool, rule is _LLAMA3) and bos >= 0
+    if adds_bos and bos >= len(tokens):
+        raise ValueError(
+            f"{source}: metadata `tokenizer.ggml.bos_token_id` is {bos}, wanted one of the "
+            f"{len(tokens)} tokens. Convert the model again with a current llama.cpp."
+        )
     return json.dumps(
         {
             "version": "1.0",
@@ -306,9 +338,7 @@ def gguf_tokenizer_json(metadata: Mapping[str, Any], *, source: str = "GGUF") ->
             "added_tokens": added,
             "normalizer": {"type": "NFC"} if rule is _QWEN2 else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": rule},
-            "post_processor": _start_with(tokens[bos], bos)
-            if adds_bos and bos is not None
-            else None,
+            "post_processor": _start_with(tokens[bos], bos) if adds_bos else None,
             "decoder": _BYTE_LEVEL | {"use_regex": True},
             "model": {
                 "type": "BPE",

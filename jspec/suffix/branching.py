@@ -3,7 +3,7 @@
 import numpy as np
 from numba import float32, int32, int64
 
-from jspec._numba import njit
+from jspec._numba import allocating_part
 from jspec.suffix.drafting import limit_of, match
 from jspec.suffix.tables import (
     CHILD,
@@ -20,7 +20,7 @@ from jspec.suffix.tables import (
 )
 
 
-@njit()
+@allocating_part
 def speculate_tree(forest, sequence, shared_root, context, limits):
     """Drafts a tree from a sequence's own tree, or from the shared one if that scores higher.
 
@@ -39,7 +39,7 @@ def speculate_tree(forest, sequence, shared_root, context, limits):
     return own[0], own[1], own[2], score, own[4]
 
 
-@njit()
+@allocating_part
 def _search(forest, root, context, limits, score):
     tokens, parents = np.empty(0, np.int32), np.empty(0, np.int32)
     probs, match_len = np.empty(0, np.float32), 0
@@ -55,7 +55,7 @@ def _search(forest, root, context, limits, score):
     return tokens, parents, probs, score, match_len
 
 
-@njit()
+@allocating_part
 def _expand(forest, node, size, most, least):
     """Takes the most probable open branch again and again.
 
@@ -95,13 +95,13 @@ def _expand(forest, node, size, most, least):
     return np.array(tokens), np.array(parents), np.array(probs), score
 
 
-@njit()
+@allocating_part
 def _push(heap, branch):
     heap.append(branch)
     _rise(heap, len(heap) - 1, branch)
 
 
-@njit()
+@allocating_part
 def _rise(heap, hole, branch):
     while hole > 0 and heap[(hole - 1) // 2][0] < branch[0]:
         heap[hole] = heap[(hole - 1) // 2]
@@ -109,7 +109,7 @@ def _rise(heap, hole, branch):
     heap[hole] = branch
 
 
-@njit()
+@allocating_part
 def _pop(heap):
     """Takes the greatest branch out, among equals the one that C++'s std::pop_heap takes.
 

@@ -7,15 +7,15 @@ import threading
 from collections.abc import Hashable, KeysView, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Self, TypeAlias
+from typing import Self
 
 import numpy as np
 from jaxtyping import Int32
 
 from jspec.config import check_at_least
 from jspec.suffix import compiled, files
+from jspec.suffix.inputs import TokenIds, as_text, as_tokens
 from jspec.suffix.tables import (
-    END,
     FIRST_PAGE,
     GROUPS,
     LENGTH,
@@ -31,8 +31,6 @@ from jspec.suffix.tables import (
     new_forest,
     rows_needed,
 )
-
-TokenIds: TypeAlias = Int32[np.ndarray, "n"] | Sequence[int]
 
 _CHUNK = 256  # tokens added by one call: the tables have room to spare for the worst of them
 _NOBODY = object()
@@ -152,7 +150,7 @@ class SuffixDecodingCache:
                     f"start_request: {req_id!r} is active already. Call stop_request({req_id!r}) "
                     "first, or pass another id."
                 )
-            prompt = _as_text("start_request", "prompt_token_ids", prompt_token_ids)
+            prompt = as_text("start_request", "prompt_token_ids", prompt_token_ids)
             self._own[req_id] = self._new_sequence()
             self._extend(self._own[req_id], prompt)
             if self.max_cached_requests != 0:
@@ -172,7 +170,7 @@ class SuffixDecodingCache:
         """
         with self._lock:
             own = self._active("add_active_response", req_id)
-            tokens = _as_text("add_active_response", "token_ids", token_ids)
+            tokens = as_text("add_active_response", "token_ids", token_ids)
             self._extend(own, tokens, response_of=req_id)
 
     def stop_request(self, req_id: Hashable) -> None:
@@ -231,12 +229,13 @@ class SuffixDecodingCache:
         """
         with self._lock:
             own = self._active("speculate", req_id)
-            context = _as_tokens("speculate", "context", context)
+            context = as_tokens("speculate", "context", context)
             if len(context) > self.max_tree_depth:
                 context = context[-self.max_tree_depth :]
             most = self.max_tree_depth if max_spec_tokens is None else max_spec_tokens
             where = (*self._forest, own, self._shared_root, context)
-            limits = (most, max_spec_factor, max_spec_offset, min_token_prob)
+            # Of the compiled types: others would be compiled anew.
+            limits = (most, float(max_spec_factor), float(max_spec_offset), float(min_token_prob))
             if use_tree_spec:
                 *lists, score, match_len = compiled.speculate_tree(*where, *limits)
                 ids, parents, probs = (array.tolist() for array in lists)
@@ -279,20 +278,31 @@ class SuffixDecodingCache:
           (tokens, num_drafts): drafts, in `tokens` what is beyond `num_drafts` is undefined.
 
         Raises:
-          ValueError: a request is not active, or the tokens are not a vector of int32.
+          ValueError: a request is not active, the tokens are not a vector of int32, or the sizes
+            do not fit together.
         """
+        new_tokens = as_text("advance", "new_tokens", new_tokens)
+        new_start, room = np.array(new_start, np.int32), np.array(room, np.int32)
+        num_new, B = np.diff(new_start), len(req_ids)
+        ends = new_start[:1].tolist() + new_start[-1:].tolist()
+        if room.shape != (B,) or num_new.shape != (B,) or ends != [0, len(new_tokens)]:
+            raise ValueError(
+                f"advance: `room` has shape {room.shape} and `new_start` {new_start.shape} with "
+                f"the ends {ends}, wanted [{B}] and [{B + 1}] with the ends 0 and "
+                f"{len(new_tokens)}, which is how many new tokens there are."
+            )
+        if (num_new < 0).any():
+            raise ValueError(f"advance: `new_start` is {new_start}, wanted ascending row starts.")
+        tokens, counts = np.empty((B, num_drafts), np.int32), np.zeros(B, np.int32)
+        limits = (float(max_spec_factor), float(max_spec_offset), float(min_token_prob))
         with self._lock:
-            new_tokens = _as_text("advance", "new_tokens", new_tokens)
             own = [NONE if r is None else self._active("advance", r) for r in req_ids]
-            tokens = np.empty((len(own), num_drafts), np.int32)
-            counts = np.zeros(len(own), np.int32)
-            self._reserve(2 * len(new_tokens), 2 * len(own))
+            self._reserve(2 * len(new_tokens), 2 * B)
             shared = [NONE if r is None else self._shared.get(r, NONE) for r in req_ids]
             rows = np.array(own, np.int32), np.array(shared, np.int32)
-            limits = (max_spec_factor, max_spec_offset, min_token_prob)
             step = (*rows, new_start, new_tokens, room, self._shared_root, *limits, tokens, counts)
             compiled.advance(*self._forest, *step)
-            self._num_cached_tokens += int(np.diff(new_start)[rows[1] != NONE].sum())
+            self._num_cached_tokens += int(num_new[rows[1] != NONE].sum())
             self._evict_beyond_limits()
         return tokens, counts
 
@@ -391,36 +401,3 @@ class SuffixDecodingCache:
             parts.append(pages[page, :PAGE])
             page = pages[page, NEXT_PAGE]
         return np.concatenate(parts)[: row[LENGTH]]
-
-
-def _as_tokens(owner: str, name: str, tokens: TokenIds) -> Int32[np.ndarray, "n"]:
-    """Copies tokens into an array of the one type that the compiled code takes."""
-    if isinstance(tokens, np.ndarray):
-        if tokens.ndim != 1 or tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
-            raise ValueError(
-                f"{owner}: `{name}` is {tokens.dtype} of shape {tokens.shape}, wanted a contiguous "
-                f"int32 [n]. Convert it first: np.ascontiguousarray({name}, np.int32)."
-            )
-        array = tokens.copy()
-    else:
-        try:
-            given = np.array(tokens)
-        except ValueError:  # rows of different lengths
-            given = np.array(tokens, object)
-        if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
-            raise ValueError(
-                f"{owner}: `{name}` is {given.dtype} of shape {given.shape}, wanted integers [n]. "
-                "Encode text with the model's tokenizer first."
-            )
-        array = given.astype(np.int32)
-        if not np.array_equal(array, given):
-            raise ValueError(f"{owner}: `{name}` has ids beyond int32, wanted token ids [n].")
-    return array
-
-
-def _as_text(owner: str, name: str, tokens: TokenIds) -> Int32[np.ndarray, "n"]:
-    """Does the same for tokens that are stored."""
-    array = _as_tokens(owner, name, tokens)
-    if END in array.tolist():  # for a few tokens several times as fast as numpy's comparison
-        raise ValueError(f"{owner}: `{name}` contains {END}, which marks the end of a text.")
-    return array

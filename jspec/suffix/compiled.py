@@ -1,6 +1,7 @@
-"""What Python calls. The tables come one by one: a named tuple takes longer to hand over than all.
+"""What Python calls. The tables come one by one: numba takes longer to unpack a named tuple.
 
-(`extend` alone looks whether the tables have room: it is called most.)
+`extend`, which is called most, looks itself whether the tables have room; for the others their
+caller has.
 """
 
 import functools
@@ -8,7 +9,7 @@ import functools
 import numpy as np
 from numba import float32, float64, int32, int64
 
-from jspec._numba import entry, njit, part
+from jspec._numba import allocating_part, entry, part
 from jspec.suffix import branching, drafting, paths, siblings, tables
 from jspec.suffix.drafting import Limits, Scratch
 from jspec.suffix.paths import append
@@ -22,6 +23,7 @@ from jspec.suffix.tables import (
     PAGE,
     PAGES,
     STARTS,
+    UNUSED,
     Forest,
     depth_of,
     num_buckets,
@@ -66,7 +68,9 @@ def grow(forest: Forest, kind: int, num_rows: int) -> Forest:
     grown[kind][: len(forest[kind])] = forest[kind]
     if kind == NODES:
         buckets = np.full(num_buckets(num_rows), NONE, np.int32)
-        grown[-2:] = buckets, np.empty(num_rows, np.int32)
+        chain = np.full(num_rows, UNUSED, np.int32)
+        chain[: len(forest.chain)] = np.where(forest.chain == UNUSED, UNUSED, NONE)
+        grown[-2:] = buckets, chain
         rehash(*grown, forest.buckets, forest.chain)
     return Forest(*grown)
 
@@ -84,7 +88,7 @@ def rehash(nodes, groups, pages, sequences, used, buckets, chain, old_buckets, o
 
 @_entry
 def new_sequence(nodes, groups, pages, sequences, used, buckets, chain, root):
-    """See `jspec.suffix.tables.new_sequence`; the tables have a row for it."""
+    """See `jspec.suffix.tables.new_sequence`."""
     forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
     return tables.new_sequence(forest, root)
 
@@ -187,7 +191,7 @@ def advance(
     tokens,  # [B, K] out
     num_drafts,  # [B] out
 ):
-    """Adds each row's new tokens and drafts for it, row by row; the tables have the room."""
+    """Adds each row's new tokens and drafts for it, row by row."""
     forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)
     depth = depth_of(forest)
     context, probs = np.empty(depth, np.int32), np.empty(tokens.shape[1], np.float32)
@@ -222,7 +226,7 @@ def _has_room(forest, num_tokens, num_sequences):
     return True
 
 
-@njit()
+@allocating_part
 def _scratch(num_drafts, depth):
     tokens, probs = np.empty(num_drafts, np.int32), np.empty(num_drafts, np.float32)
     return Scratch(tokens, probs, np.empty(depth, np.int64))

@@ -24,7 +24,6 @@ from jspec.suffix.tables import (
     LINK,
     NEXT,
     NEXT_PAGE,
-    NODES,
     NONE,
     NUM_REMOVALS,
     PAGE,
@@ -38,6 +37,7 @@ from jspec.suffix.tables import (
     depth_of,
     free_sequence,
     give,
+    give_node,
     is_leaf,
     leaf_of,
     new_node,
@@ -132,7 +132,7 @@ def _remove_path(forest, node):
     disown(forest, node)
     while node > NONE:
         child = int64(forest.nodes[node, CHILD])
-        give(forest.nodes, forest.used, NODES, node)
+        give_node(forest, node)
         node = child
 
 
@@ -152,7 +152,7 @@ def remove_tree(forest, sequence):
         nodes[parent, CHILD] = nodes[node, NEXT]
         if not is_only(forest, node):
             unhash_child(forest, node)
-        give(nodes, used, NODES, node)
+        give_node(forest, node)
         node = parent
-    give(nodes, used, NODES, root)
+    give_node(forest, root)
     free_sequence(forest, sequence)

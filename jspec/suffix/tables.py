@@ -1,6 +1,6 @@
-"""The tables that suffix trees live in: rows of int32, taken and given back in constant time.
+"""The tables that suffix trees live in: rows of int32 that are taken, given back, and used again.
 
-All trees of a cache share the same tables. For every place of a sequence, a tree holds the path of
+All trees of a cache share them. For every place of a sequence, a tree holds the path of
 at most `depth` tokens that starts there; a node counts how often its path occurs. A path that
 occurred once is a leaf, which is no more than its place in the stored text: it grows with the text
 for free, and becomes one node a token where a second occurrence runs along it.
@@ -15,6 +15,7 @@ from numba import int64
 from jspec._numba import part
 
 NONE = -1
+UNUSED = -2  # in `chain`: the node is free
 END = -(2**31)  # what lies after the last token of a sequence
 
 # Columns of a node. CHILD is the first child, or NONE, or `leaf_of(place)` for a leaf. LINK is the
@@ -27,19 +28,18 @@ HEAD, TAIL = range(2)
 # those paths begin.
 LENGTH, ROOT, FIRST_PAGE, LAST_PAGE, REMOVALS, STARTS = range(6)
 # A page holds tokens and the number of the next page; a place is `page * PAGE + offset`.
-PAGE = NEXT_PAGE = 32
+_PAGE_BITS = 5
+PAGE = NEXT_PAGE = 1 << _PAGE_BITS
 
-# Rows of `used`: how far each table is in use, and the number of removals so far.
+# Rows of `used`: of each table, and the number of removals so far.
 NODES, GROUPS, PAGES, SEQUENCES, NUM_REMOVALS = range(5)
-# Its columns: the first row of the list of free ones, the first that never was in use, their count.
+# Its columns: the first row of a list of free ones (of nodes: where to look for one), the first row
+# that never was in use, and how many are in use.
 FREE, TOP, LIVE = range(3)
 
 
 class Forest(NamedTuple):
-    """The tables, in the order of `used`; the columns have names above.
-
-    `buckets` and `chain` are the hash by which a child is found.
-    """
+    """The tables. `used` counts their rows; `buckets` and `chain` are the hash of children."""
 
     nodes: Int32[np.ndarray, "rows 8"]
     groups: Int32[np.ndarray, "rows 2"]
@@ -56,6 +56,7 @@ def new_forest(depth: int) -> Forest:
     nodes, groups, pages, sequences = (np.empty((0, width), np.int32) for width in widths)
     used = np.zeros((NUM_REMOVALS + 1, LIVE + 1), np.int32)
     used[:, FREE] = NONE
+    used[NODES, FREE] = 0
     buckets, chain = np.full(1, NONE, np.int32), np.empty(0, np.int32)
     return Forest(nodes, groups, pages, sequences, used, buckets, chain)
 
@@ -113,8 +114,31 @@ def give(table, used, kind, row):
 
 
 @part
+def take_node(forest):
+    """Returns a node's row: the next one that is free.
+
+    A list of free ones would scatter the rows of a token, which are read and written together: with
+    many trees this took half as long again.
+    """
+    used, chain = forest.used, forest.chain
+    node = int64(used[NODES, FREE])
+    while chain[node] != UNUSED:
+        node = node + 1 if node + 1 < chain.size else 0
+    used[NODES, FREE] = node
+    used[NODES, LIVE] += 1
+    chain[node] = NONE
+    return node
+
+
+@part
+def give_node(forest, node):
+    forest.chain[node] = UNUSED
+    forest.used[NODES, LIVE] -= 1
+
+
+@part
 def new_node(forest, parent, token, count):
-    node = take(forest.nodes, forest.used, NODES)
+    node = take_node(forest)
     row = forest.nodes[node]
     row[TOKEN], row[COUNT], row[PARENT] = token, count, parent
     row[CHILD] = row[LINK] = row[NEXT] = row[GROUP] = NONE
@@ -170,7 +194,7 @@ def store(forest, sequence, token):
 @part
 def token_at(pages, place, distance):
     """Reads the token so many places on, END where the text has not got there."""
-    page, offset = place >> 5, (place & (PAGE - 1)) + distance
+    page, offset = place >> _PAGE_BITS, (place & (PAGE - 1)) + distance
     while offset >= PAGE:
         page = int64(pages[page, NEXT_PAGE])
         if page == NONE:
