@@ -22,7 +22,7 @@ bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/decode.py
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) $(NEWEST_VENV) .cache site

@@ -1,8 +1,6 @@
 """`python -m jspec`: see `jspec.cli`."""
 
-import sys
-
-from jspec.cli import main
+from jspec.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -355,7 +355,7 @@ def _to_host(tree, config):
     return jax.tree.map(np.asarray, tree)
 
 
-def device_of(tree: Any) -> jax.Device:
+def device_of(tree: Any) -> Any:
     """Returns the device of the first JAX array of a pytree, the first one where there is none."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
@@ -365,12 +365,12 @@ def device_of(tree: Any) -> jax.Device:
 
 def _commit(tree, device):
     """Puts every leaf on a device for good: one uncommitted leaf in a warmed call recompiles."""
-
-    def is_committed(leaf):
-        return isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and leaf.committed)
-
     leaves, structure = jax.tree.flatten(tree)
-    loose = [i for i, leaf in enumerate(leaves) if not is_committed(leaf)]
+    loose = [
+        i
+        for i, leaf in enumerate(leaves)
+        if not (isinstance(leaf, Tracer) or getattr(leaf, "committed", False))
+    ]
     if loose:
         for i, array in zip(loose, jax.device_put([leaves[i] for i in loose], device), strict=True):
             leaves[i] = array

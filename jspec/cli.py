@@ -1,13 +1,14 @@
 """The command line: `python -m jspec generate`, `bench-drafts` and `demo`."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -25,6 +26,17 @@ _EXAMPLES = """examples:
 """
 
 
+_INTERRUPTED = 130  # as a shell counts Ctrl-C
+
+
+def command() -> NoReturn:
+    """Runs the command that this process was started with, and ends the process."""
+    code = main()
+    if code == _INTERRUPTED:  # Python's way out crashes where XLA still compiles in a thread
+        os._exit(code)
+    sys.exit(code)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
@@ -37,14 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
       exits with 2 where the words do not parse.
     """
     arguments = _parser().parse_args(argv)
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    _keep_compiled(cache_folder() / "compiled")
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()  # a pipe that was closed shows here, not when Python exits
         return code
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, on exit
         return 141
@@ -52,6 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = error.args[0] if isinstance(error, KeyError) else error
         print(f"jspec: {' '.join(str(message).split())}", file=sys.stderr)
         return 1
+
+
+def _keep_compiled(folder: Path) -> None:
+    """Lets later runs start without compiling, where the folder can be written."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if os.access(folder, os.W_OK):  # JAX would warn at each executable
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def _parser() -> argparse.ArgumentParser:

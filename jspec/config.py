@@ -169,7 +169,7 @@ class RopeConfig:
                 "Correct the model's config.json."
             )
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
+        if kind not in tuple(_ROPE_FIELDS):  # a list, for one, has no hash
             raise ValueError(
                 f"RopeConfig: rope type {kind!r} is not supported, wanted one of "
                 f"{', '.join(_ROPE_FIELDS)}. Its parameters are {dict(rope)}."

@@ -8,7 +8,7 @@ runs two executables a step (`target_step`, `jspec.step`) and reads their tokens
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,7 @@ def target_step(
 
 def generate(
     model: Model,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Sequence[int]],
     config: Any,
     params: Params = None,
     *,
@@ -167,7 +167,7 @@ def generate(
 
 def generate_plain(
     model: Model,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Sequence[int]],
     *,
     max_tokens: int,
     cache: CacheConfig | None = None,
@@ -179,6 +179,7 @@ def generate_plain(
 
     Args, Returns, Raises: as `generate`.
     """
+    prompts = list(prompts)
     limits = scheduling.limits(model, prompts, max_tokens, 1, cache, chunk_size)
     stops = frozenset(model.stop_ids if stop_ids is None else stop_ids)
     report = Report([], SpecDecodingStats.new(1))
@@ -225,7 +226,7 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        prompts: Sequence[Sequence[int]],
+        prompts: Iterable[Sequence[int]],
         config: Any,
         params: Params = None,
         *,
@@ -236,6 +237,7 @@ class Engine:
         stop_ids: Sequence[int] | None = None,
     ):
         self.on_host = proposers.of(config).kind == "host"
+        prompts = list(prompts)
         limits = scheduling.limits(
             *(model, prompts, max_tokens, max_requests, cache, chunk_size),
             vocab_size=config.vocab_size,

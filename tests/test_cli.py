@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import tokenizers
@@ -116,6 +118,12 @@ def test_a_model_without_a_tokenizer_says_where_it_belongs(capfd):
     assert "tokenizer.json" in capfd.readouterr().err
 
 
+def test_a_cache_folder_that_cannot_be_written_goes_unused(folder, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "file"))
+    assert generate("--model", folder, "--prompt", "abc", "--max-tokens", 4) == 0
+
+
 def test_ctrl_c_ends_quietly(folder, capfd, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
@@ -123,6 +131,13 @@ def test_ctrl_c_ends_quietly(folder, capfd, monkeypatch):
     monkeypatch.setattr(cli.measure, "run", interrupted)
     assert generate("--model", folder, "--prompt", "abc") == 130
     assert capfd.readouterr() == ("", "")
+
+
+def test_after_ctrl_c_the_process_ends_at_once():
+    code = "import atexit; from jspec import cli; atexit.register(print, 'torn down');"
+    code += "cli.main = lambda: 130; cli.command()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])

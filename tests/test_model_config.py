@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jspec.config import ModelConfig, RopeConfig
+from jspec.config import Buckets, CacheConfig, ModelConfig, RopeConfig
 from jspec.models.layers import rope_frequencies
 
 LLAMA = {
@@ -154,6 +154,20 @@ def test_llama3_rope_follows_the_published_rule(high):
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "number above 0"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "must serve all layers"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "only whole heads"),
+        ({"num_attention_heads": 0}, "`num_attention_heads` is 0"),
+        ({"num_attention_heads": "4"}, "`num_attention_heads` is '4'"),
+        ({"hidden_size": [64]}, "`hidden_size` is .64."),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None, wanted a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"eos_token_id": {}}, "eos_token_id"),
+        ({"eos_token_id": [2, "3"]}, "`eos_token_id` is '3'"),
+        ({"layer_types": "full_attention"}, "full attention"),
+        ({"sliding_window": 8, "max_window_layers": "2"}, "`max_window_layers` is '2'"),
+        ({"rope_scaling": "linear"}, "rope_scaling. is 'linear', wanted an object"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2'"),
+        ({"rope_theta": [1e4]}, "theta is .10000.0., wanted a number"),
+        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": "1"}}, "low_freq_factor is '1'"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes, match):
@@ -184,3 +198,39 @@ def test_a_window_in_late_layers_is_refused():
     window = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}
     with pytest.raises(ValueError, match="sliding_window 64"):
         ModelConfig.from_hf(LLAMA | {"model_type": "qwen2"} | window)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
+def test_a_config_that_is_no_object_is_refused_with_its_path(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json.*Fetch the file again"):
+        ModelConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16", "float64", None, 3])
+def test_a_cache_holds_floats_of_known_types(dtype):
+    with pytest.raises(ValueError, match="CacheConfig: `dtype` is .*bfloat16, float16, float32"):
+        CacheConfig(num_pages=1, max_model_len=8, dtype=dtype)
+
+
+def test_a_cache_type_has_one_spelling():
+    by_type, by_name = (
+        CacheConfig(num_pages=1, max_model_len=8, dtype=dtype) for dtype in (np.float32, "float32")
+    )
+    assert by_type == by_name and by_type.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "requests,tokens,match",
+    [
+        ((4, 1), (8,), "`requests` is .4, 1., wanted a tuple of ascending ints"),
+        ((1,), (8, 8), "`tokens` is .8, 8."),
+        ((1.0, 2.0), (4,), "`requests`"),
+        (4, (8,), "`requests` is 4"),
+        ((1,), (), "`tokens` is"),
+        ((1, 8), (4,), "`tokens` ends at 4, below the 8 requests"),
+    ],
+)
+def test_buckets_that_leave_a_step_without_a_shape_are_refused(requests, tokens, match):
+    with pytest.raises(ValueError, match=match):
+        Buckets(requests=requests, tokens=tokens)

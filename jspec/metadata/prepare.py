@@ -121,7 +121,7 @@ def paged_view(
     )
 
 
-def check_scheduled(scheduled: Scheduled) -> None:
+def check_scheduled(scheduled: Any) -> None:
     """Raises TypeError or ValueError, naming the field, unless shapes and dtypes fit together.
 
     A `Batch` is checked whole.
@@ -169,7 +169,7 @@ def check_scheduled(scheduled: Scheduled) -> None:
     _checked.add(signature)
 
 
-def check_verified(verified: Verified, scheduled: Scheduled) -> None:
+def check_verified(verified: Any, scheduled: Scheduled) -> None:
     """Raises TypeError or ValueError unless `verified` has a row for each request."""
     if not isinstance(verified, Verified):
         raise TypeError(

@@ -25,7 +25,7 @@ def find(method: str) -> Proposer:
       KeyError: no such method; the nearest names are offered.
     """
     if method not in REGISTRY:
-        near = difflib.get_close_matches(method, REGISTRY, n=3, cutoff=0.4)
+        near = difflib.get_close_matches(str(method).lower(), REGISTRY, n=3, cutoff=0.4)
         hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise KeyError(f"method {method!r} is unknown. {hint}Methods: {', '.join(REGISTRY)}.")
     return REGISTRY[method]
