@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Int
 
 from jspec import metadata, proposers
 from jspec.axes import PAD_SLOT, PAD_TOKEN
@@ -99,7 +98,7 @@ def admit(state: State, slot: int, prompt_tokens: Sequence[int] | np.ndarray) ->
             f"admit: slot {slot} is taken. Call jspec.release(state, {slot}) when its request "
             f"leaves; free now: {free or 'none'}."
         )
-    tokens = check_prompt(
+    tokens = metadata.check_prompt(
         "admit",
         prompt_tokens,
         max_len=state.cache.max_model_len,
@@ -267,37 +266,6 @@ def warmup(state: State, buckets: Buckets) -> None:
             _prepare.lower(scheduled, verified, vocab_size=vocab_size).compile()
         _propose.lower(state.config, params, memory, batch).compile()
         _step.lower(state.config, params, memory, scheduled, verified).compile()
-
-
-def check_prompt(
-    owner: str, tokens: Sequence[int] | np.ndarray, *, max_len: int, vocab_size: int | None
-) -> Int[np.ndarray, "n"]:
-    """Returns a prompt as int32, or raises a ValueError that names the offending token."""
-    try:
-        array = np.asarray(tokens)
-    except ValueError:  # lists of unequal lengths
-        array = np.asarray(tokens, object)
-    if array.size == 0:
-        raise ValueError(f"{owner}: the prompt is empty, wanted at least one token.")
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"{owner}: the prompt is {array.dtype} of shape {array.shape}, wanted token ids [n]. "
-            "Encode text with the model's tokenizer first."
-        )
-    if len(array) > max_len:
-        raise ValueError(
-            f"{owner}: the prompt has {len(array)} tokens, wanted at most max_model_len = "
-            f"{max_len}. Shorten it, or raise CacheConfig.max_model_len."
-        )
-    limit = metadata.INT32_MAX if vocab_size is None else vocab_size
-    bad = (array < 0) | (array >= limit)
-    if bad.any():
-        where = int(np.argmax(bad))
-        raise ValueError(
-            f"{owner}: prompt token {where} is {array[where]}, wanted 0 <= id < {limit}, the "
-            "vocabulary size. Use the target's own tokenizer."
-        )
-    return array.astype(np.int32)
 
 
 # The jitted core. Config is static; memory alone is donated and rewritten in place.

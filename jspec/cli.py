@@ -27,6 +27,7 @@ _EXAMPLES = """examples:
 
 
 _INTERRUPTED = 130  # as a shell counts Ctrl-C
+_EXPLAINED = (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportError, MemoryError)
 
 
 def command() -> NoReturn:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, on exit
         return 141
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportError, MemoryError) as error:
+    except _EXPLAINED as error:
         message = error.args[0] if isinstance(error, KeyError) else error
         print(f"jspec: {' '.join(str(message).split())}", file=sys.stderr)
         return 1

@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
-from jspec import api
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig, check_at_least
+from jspec.metadata import check_prompt
 from jspec.metrics import SpecDecodingStats
 from jspec.state import Drafts, Scheduled
 
@@ -270,7 +270,7 @@ def limits(
         )
     vocab_size = min(model.config.vocab_size, vocab_size or model.config.vocab_size)
     for i, prompt in enumerate(prompts):
-        api.check_prompt(f"generate: prompts[{i}]", prompt, max_len=context, vocab_size=vocab_size)
+        check_prompt(f"generate: prompts[{i}]", prompt, max_len=context, vocab_size=vocab_size)
     longest = max((min(len(p) + max_tokens, context) for p in prompts), default=1)
     if cache is None:
         # Whole powers of two: calls of alike size share their executables.

@@ -114,6 +114,20 @@ def test_ids_move_left_inside_each_request():
     assert rows.sample_index.tolist() == [[0], [2], [5]]
 
 
+def test_the_next_token_takes_the_place_behind_the_last_accepted_one():
+    rows = set_inputs_first_pass(
+        ints(10, 11, 12, 20),
+        ints(0, 1, 2, 0),
+        ints(99, 21),
+        metadata_of([0, 3, 4], [3, 1]),
+        num_rejected=ints(1, 0),
+        page_size=4,
+        max_model_len=64,
+    )
+    assert rows.sample_index.tolist() == [[1], [3]]
+    assert rows.token_ids[jnp.array([0, 1, 3])].tolist() == [11, 99, 21]  # row 2 was rejected
+
+
 def test_a_request_whose_rows_were_all_rejected_stays_out_of_its_neighbours():
     rows = set_inputs_first_pass(
         ints(1, 2, 3, 4),

@@ -22,6 +22,7 @@ from jspec.metadata.first_pass import (
 from jspec.metadata.numbers import next_power_of_2, unconditional_to_conditional_rates
 from jspec.metadata.prepare import (
     INT32_MAX,
+    check_prompt,
     check_scheduled,
     check_verified,
     paged_view,
@@ -39,6 +40,7 @@ __all__ = [
     "CommonAttentionMetadata",
     "FirstPass",
     "SpecDecodeMetadata",
+    "check_prompt",
     "check_scheduled",
     "check_verified",
     "compute_new_slot_mapping",

@@ -188,6 +188,38 @@ _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in (Sched
 _OPTIONAL = {"token_index", "hidden", "embeds", "embeds_mask"}
 _DTYPES = {"discard": "bool", "embeds_mask": "bool", "hidden": "float", "embeds": "float"}
 
+
+def check_prompt(
+    owner: str, tokens: Any, *, max_len: int, vocab_size: int | None
+) -> Int[np.ndarray, "n"]:
+    """Returns a prompt as int32, or raises a ValueError that names the offending token."""
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # lists of unequal lengths
+        array = np.asarray(tokens, object)
+    if array.size == 0:
+        raise ValueError(f"{owner}: the prompt is empty, wanted at least one token.")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{owner}: the prompt is {array.dtype} of shape {array.shape}, wanted token ids [n]. "
+            "Encode text with the model's tokenizer first."
+        )
+    if len(array) > max_len:
+        raise ValueError(
+            f"{owner}: the prompt has {len(array)} tokens, wanted at most max_model_len = "
+            f"{max_len}. Shorten it, or raise CacheConfig.max_model_len."
+        )
+    limit = INT32_MAX if vocab_size is None else vocab_size
+    bad = (array < 0) | (array >= limit)
+    if bad.any():
+        where = int(np.argmax(bad))
+        raise ValueError(
+            f"{owner}: prompt token {where} is {array[where]}, wanted 0 <= id < {limit}, the "
+            "vocabulary size. Use the target's own tokenizer."
+        )
+    return array.astype(np.int32)
+
+
 _checked: set[Any] = set()  # signatures that passed: a serving loop repeats a few of them
 
 
