@@ -11,6 +11,15 @@ from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.checkpoint import load
 from jspec.config import Buckets, CacheConfig, ModelConfig
 from jspec.decode import generate, generate_plain
+from jspec.metadata import (
+    PADDING_SLOT_ID,
+    SpecDecodeMetadata,
+    compute_new_slot_mapping,
+    extend_all_queries_by_N,
+    next_power_of_2,
+    update_num_computed_tokens_for_batch_change,
+)
+from jspec.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 from jspec.proposers import REGISTRY
 from jspec.proposers.base import Proposer
 from jspec.proposers.ngram import NgramConfig
@@ -20,9 +29,6 @@ from jspec.state import Batch, Drafts, PagedView, Scheduled, State, Verified
 from jspec.suffix import SuffixDecodingCache
 
 __all__ = [
-    "PAD_SLOT",
-    "PAD_TOKEN",
-    "REGISTRY",
     "Batch",
     "Buckets",
     "CacheConfig",
@@ -30,22 +36,34 @@ __all__ = [
     "ModelConfig",
     "NgramConfig",
     "NgramGPUConfig",
+    "PADDING_SLOT_ID",
+    "PAD_SLOT",
+    "PAD_TOKEN",
     "PagedView",
     "Proposer",
+    "REGISTRY",
     "Scheduled",
+    "SpecDecodeMetadata",
+    "SpecDecodingLogging",
+    "SpecDecodingProm",
+    "SpecDecodingStats",
     "State",
     "SuffixConfig",
     "SuffixDecodingCache",
     "Verified",
     "admit",
+    "compute_new_slot_mapping",
+    "extend_all_queries_by_N",
     "generate",
     "generate_plain",
     "init",
     "load",
+    "next_power_of_2",
     "prepare",
     "propose",
     "pure",
     "release",
     "step",
+    "update_num_computed_tokens_for_batch_change",
     "warmup",
 ]
