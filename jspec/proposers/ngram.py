@@ -8,17 +8,15 @@ import threading
 from dataclasses import dataclass
 from typing import Any, cast
 
-import jax
 import numba
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Int32
 from numba import int32, int64
 
 from jspec._numba import njit as _njit
 from jspec.axes import PAD_TOKEN
 from jspec.config import CacheConfig, check_at_least
-from jspec.metadata import INT32_MAX
+from jspec.proposers import _host
 from jspec.proposers.base import Proposer
 from jspec.state import Batch, Drafts
 
@@ -75,7 +73,7 @@ class NgramConfig:
     @property
     def id_limit(self) -> int:
         """Ids at or above it, like negative ones, count as PAD."""
-        return INT32_MAX if self.vocab_size is None else self.vocab_size
+        return _host.id_limit(self.vocab_size)
 
     @classmethod
     def tiny(cls):
@@ -123,18 +121,7 @@ def propose(
       TypeError: called inside jit.
     """
     del params
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
-        raise TypeError(
-            "ngram: `batch` holds traced arrays, but this drafter runs on the host. Call it "
-            "outside of jit with numpy arrays, or draft with method 'ngram_gpu' (NgramGPUConfig)."
-        )
-    position = batch.positions if batch.token_index is None else batch.token_index
-    fields = (
-        *(batch.request_slot, batch.query_start, batch.last_index),
-        *(batch.token_ids, position, batch.next_token, batch.num_valid),
-    )
-    # Copies: numba compiles read-only arrays, which JAX hands out, as types of their own.
-    slot, *rest = (np.array(field, np.int32) for field in fields)
+    slot, *rest = _host.read_step("ngram", batch)
     lengths = np.zeros_like(slot)
     _record(memory.history, slot, *rest, config.id_limit, lengths)
     tokens, num_drafts = _search(
@@ -152,10 +139,9 @@ def admit(
     config: NgramConfig, memory: Memory, slot: int, tokens: Int32[np.ndarray, "n"], num_tokens: int
 ) -> Memory:
     """Fills a request's row with its whole prompt; nothing of an earlier request stays."""
-    prompt = np.asarray(tokens)[:num_tokens]
     row = memory.history[slot]
     row[num_tokens:] = PAD_TOKEN
-    row[:num_tokens] = np.where((prompt >= 0) & (prompt < config.id_limit), prompt, PAD_TOKEN)
+    row[:num_tokens] = _host.in_vocabulary(tokens[:num_tokens], config.id_limit)
     return memory
 
 

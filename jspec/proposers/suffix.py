@@ -9,16 +9,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, cast
 
-import jax
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Int32
 from numba import int32, int64
 
 from jspec._numba import njit
 from jspec.axes import PAD_TOKEN
 from jspec.config import CacheConfig, check_at_least
-from jspec.metadata import INT32_MAX
+from jspec.proposers import _host
 from jspec.proposers.base import Proposer
 from jspec.state import Batch, Drafts
 from jspec.suffix import SuffixDecodingCache
@@ -93,7 +91,7 @@ class SuffixConfig:
     @property
     def id_limit(self) -> int:
         """Ids at or above it, like negative ones, count as PAD."""
-        return INT32_MAX if self.vocab_size is None else self.vocab_size
+        return _host.id_limit(self.vocab_size)
 
     @classmethod
     def tiny(cls):
@@ -167,18 +165,7 @@ def propose(
       TypeError: called inside jit.
     """
     del params
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
-        raise TypeError(
-            "suffix: `batch` holds traced arrays, but this drafter runs on the host. Call it "
-            "outside of jit with numpy arrays, or draft with method 'ngram_gpu' (NgramGPUConfig)."
-        )
-    position = batch.positions if batch.token_index is None else batch.token_index
-    fields = (
-        *(batch.request_slot, batch.query_start, batch.last_index),
-        *(batch.token_ids, position, batch.next_token, batch.num_valid),
-    )
-    # Copies: numba compiles read-only arrays, which JAX hands out, as types of their own.
-    slot, query_start, *rest = (np.array(field, np.int32) for field in fields)
+    slot, query_start, *rest = _host.read_step("suffix", batch)
     new_start, room = np.zeros_like(query_start), np.zeros_like(slot)
     new_tokens = np.empty(batch.token_ids.size + slot.size, np.int32)
     limits = (config.id_limit, memory.max_model_len)
@@ -203,8 +190,7 @@ def admit(
 ) -> Memory:
     """Starts a request with its whole prompt, under an id that none had before."""
     memory = release(config, memory, slot)
-    prompt = np.asarray(tokens, np.int32)[:num_tokens]
-    prompt = np.where((prompt >= 0) & (prompt < config.id_limit), prompt, np.int32(PAD_TOKEN))
+    prompt = _host.in_vocabulary(tokens[:num_tokens], config.id_limit)
     memory.cache.start_request(memory.next_id, prompt)
     memory.requests[slot], memory.num_known[slot] = memory.next_id, num_tokens
     memory.next_id += 1

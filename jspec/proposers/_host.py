@@ -1,0 +1,48 @@
+"""What host drafters share: how they read a step, and which ids they take for tokens."""
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jspec.axes import PAD_TOKEN
+from jspec.metadata import INT32_MAX
+from jspec.state import Batch
+
+
+def read_step(method: str, batch: Batch) -> list[np.ndarray]:
+    """Copies what a step tells about known tokens to the host.
+
+    Args:
+      method: the drafter's name, for the error.
+      batch: numpy leaves, or JAX arrays, which are waited for.
+
+    Returns:
+      request_slot, query_start, last_index, token_ids, place of each row in its request,
+      next_token, num_valid: int32, writable. numba compiles read-only arrays, which JAX hands
+      out, as types of their own.
+
+    Raises:
+      TypeError: called inside jit.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
+        raise TypeError(
+            f"{method}: `batch` holds traced arrays, but this drafter runs on the host. Call it "
+            "outside of jit with numpy arrays, or draft with method 'ngram_gpu' (NgramGPUConfig)."
+        )
+    place = batch.positions if batch.token_index is None else batch.token_index
+    fields = (
+        *(batch.request_slot, batch.query_start, batch.last_index),
+        *(batch.token_ids, place, batch.next_token, batch.num_valid),
+    )
+    return [np.array(field, np.int32) for field in fields]
+
+
+def id_limit(vocab_size: int | None) -> int:
+    """Returns the id from which on, as below 0, an id counts as PAD."""
+    return INT32_MAX if vocab_size is None else vocab_size
+
+
+def in_vocabulary(tokens: np.ndarray, limit: int) -> np.ndarray:
+    """Returns int32 tokens with PAD for every id outside the vocabulary."""
+    tokens = np.asarray(tokens, np.int32)
+    return np.where((tokens >= 0) & (tokens < limit), tokens, np.int32(PAD_TOKEN))
