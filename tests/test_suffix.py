@@ -15,6 +15,7 @@ from jspec.suffix import paths as paths_module
 from jspec.suffix import tables as t
 from tests.conftest import GOLDEN
 from tests.oracles import suffix as oracle
+from tests.suffix_trees import paths, text
 
 LIFECYCLES = json.loads(gzip.decompress((GOLDEN / "suffix_decoding.json.gz").read_bytes()))
 RUNS = json.loads(gzip.decompress((GOLDEN / "suffix_proposer.json.gz").read_bytes()))
@@ -30,48 +31,6 @@ METHODS = {
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     SuffixDecodingCache()
-
-
-def paths(cache, root=None):
-    """Lists a tree's paths with their counts, children in their order; checks its structure."""
-    nodes, groups = cache._forest.nodes, cache._forest.groups
-    found = {}
-
-    def visit(node, path):
-        if nodes[node, t.CHILD] < t.NONE:
-            place, depth = -2 - nodes[node, t.CHILD], cache.max_tree_depth
-            page, offset = divmod(int(place), t.PAGE)
-            text = []
-            while page != t.NONE:
-                text += cache._forest.pages[page, offset : t.PAGE].tolist()
-                page, offset = int(cache._forest.pages[page, t.NEXT_PAGE]), 0
-            text = (text[: text.index(t.END)] if t.END in text else text)[:depth]
-            assert tuple(text[: len(path)]) == path and nodes[node, t.COUNT] == 1
-            for size in range(len(path) + 1, len(text) + 1):
-                found[tuple(text[:size])] = 1
-            return
-        first = child = nodes[node, t.CHILD]
-        last, above = first, np.inf
-        while child != t.NONE:
-            count, group = nodes[child, t.COUNT], nodes[child, t.GROUP]
-            assert nodes[child, t.PARENT] == node and count <= above
-            alone = count != above and (
-                nodes[child, t.NEXT] == t.NONE or nodes[nodes[child, t.NEXT], t.COUNT] != count
-            )
-            assert (group == t.NONE) == alone
-            if not alone and count != above:
-                assert groups[group, t.HEAD] == child
-            longer = (*path, int(nodes[child, t.TOKEN]))
-            found[longer] = int(count)
-            visit(child, longer)
-            if not nodes[child, t.CHILD] < t.NONE and path:
-                link = nodes[child, t.LINK]
-                assert nodes[link, t.TOKEN] == longer[-1] and nodes[link, t.COUNT] >= count
-            last, above, child = child, count, nodes[child, t.NEXT]
-        assert first == t.NONE or nodes[first, t.PREV] == last
-
-    visit(cache._shared_root if root is None else root, ())
-    return found
 
 
 def run(cache, op):
@@ -210,13 +169,6 @@ def test_any_lifecycle_drafts_as_plain_counting_does(lifecycle, data):
         assert paths(cache, root) == plain.own[req_id].count
 
 
-def text(rng, size, vocab=40):
-    """Random tokens in which phrases come again."""
-    phrases = [rng.integers(0, vocab, rng.integers(2, 30)) for _ in range(6)]
-    parts = [phrases[rng.integers(6)] for _ in range(size)]
-    return np.concatenate(parts)[:size].astype(np.int32)
-
-
 def test_a_long_run_stays_flat_and_ends_with_the_tree_of_what_is_left(rng):
     cache = SuffixDecodingCache(12, 8)
     sizes = []
@@ -279,67 +231,6 @@ def test_tables_stop_growing_at_a_limit_of_bytes(rng):
     cache.start_request("active", rng.integers(0, 1000, 60_000).tolist())  # is kept in any case
     assert cache.num_bytes > limit and list(cache.cached_requests) == ["active"]
     assert cache.num_nodes > 60_000
-
-
-def test_a_cache_comes_back_from_disk_with_its_counts(rng, tmp_path):
-    path = tmp_path / "cache.npz"
-    cache = SuffixDecodingCache(12, 6)
-    for req_id in ["a", 1, "b", "empty", 2**40, "c", "d"]:
-        cache.start_request(req_id, text(rng, 20))
-        cache.add_active_response(req_id, [] if req_id == "empty" else text(rng, 90))
-    cache.save(path)
-    again = SuffixDecodingCache.load(path, 12, 6)
-    assert list(again.cached_requests) == [1, "b", "empty", 2**40, "c", "d"]
-    assert not again.active_requests
-    assert paths(again) == paths(cache)
-    assert again.num_cached_tokens == cache.num_cached_tokens
-    context = cache._text(cache._shared["b"])[10:20]
-    again.start_request("new", [])
-    assert again.speculate("new", context).token_ids
-    newest = SuffixDecodingCache.load(path, 12, 2)
-    assert list(newest.cached_requests) == ["c", "d"]
-    assert list(SuffixDecodingCache.load(path, max_cached_tokens=100).cached_requests) == ["d"]
-    assert not SuffixDecodingCache.load(path, 12, 0).cached_requests
-    assert [file.name for file in tmp_path.iterdir()] == ["cache.npz"]
-
-
-def test_an_empty_cache_comes_back_from_disk(tmp_path):
-    SuffixDecodingCache().save(tmp_path / "cache.npz")
-    assert not SuffixDecodingCache.load(tmp_path / "cache.npz").cached_requests
-
-
-def test_a_file_that_is_no_whole_cache_is_refused_by_name(tmp_path):
-    path = tmp_path / "cache.npz"
-    cache = SuffixDecodingCache()
-    cache.start_request("a", [])
-    cache.add_active_response("a", list(range(200)))
-    cache.save(path)
-    whole = path.read_bytes()
-    with np.load(path) as file:
-        arrays = dict(file)
-    for change in (
-        {"format": np.array("something else")},
-        {"lengths": np.array([199])},
-        {"lengths": np.array([200, 0])},
-        {"lengths": np.array([300, -100])},
-        {"tokens": arrays["tokens"].astype(np.int64)},
-        {"tokens": np.full(200, t.END, np.int32)},
-        {"ids": np.array("no json")},
-    ):
-        np.savez(path, **arrays | change)
-        with pytest.raises(ValueError, match="cache.npz is not a whole suffix cache"):
-            SuffixDecodingCache.load(path)
-    np.save(tmp_path / "array.npy", np.arange(3))
-    array = (tmp_path / "array.npy").read_bytes()
-    for damaged in (b"", b"text", whole[: len(whole) // 2], array):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="cache.npz is not a whole suffix cache"):
-            SuffixDecodingCache.load(path)
-    with pytest.raises(FileNotFoundError):
-        SuffixDecodingCache.load(tmp_path / "nothing")
-    cache.start_request((1, 2), [])
-    with pytest.raises(TypeError, match=r"\(1, 2\) is a tuple, wanted str or int"):
-        cache.save(path)
 
 
 @pytest.mark.parametrize(
