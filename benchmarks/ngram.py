@@ -201,7 +201,7 @@ def host_calls(token_ids: np.ndarray, bounds: tuple[int, int]) -> dict[str, Call
         )
 
     def drafter():
-        drafts = ngram.propose(config, None, memory, batch)[1]
+        drafts = ngram.propose(config, None, memory, batch, config.num_drafts)[1]
         return drafts.tokens, drafts.num_drafts
 
     return {

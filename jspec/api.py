@@ -151,12 +151,14 @@ def prepare(scheduled: Scheduled, verified: Verified, *, vocab_size: int | None 
     return metadata.prepare(scheduled, verified, vocab_size=vocab_size)
 
 
-def propose(state: State, batch: Batch) -> tuple[State, Drafts]:
+def propose(state: State, batch: Batch, *, num_drafts: int | None = None) -> tuple[State, Drafts]:
     """Drafts the next tokens of each request.
 
     Args:
       state: consumed.
       batch: from `prepare`.
+      num_drafts: columns of the result, 0..config.num_drafts, by default all; 0 only records the
+        step. Each value is an executable of its own; see `Buckets.num_drafts`.
 
     Returns:
       (state, drafts). Device drafters return JAX arrays without waiting for them; host drafters
@@ -173,20 +175,26 @@ def propose(state: State, batch: Batch) -> tuple[State, Drafts]:
             "jspec.prepare(scheduled, verified) first, or jspec.step for both."
         )
     metadata.check_scheduled(batch)
+    num_drafts = _check_reads("propose", state.config, batch, num_drafts)
     if proposers.of(state.config).kind == "host":
-        return _propose_on_host(state, _to_host(batch, state.config))
+        return _propose_on_host(state, _to_host(batch, state.config), num_drafts)
     batch = _commit(batch, device_of(state.memory))
-    memory, drafts = _propose(state.config, state.params, state.memory, batch)
+    memory, drafts = _propose(
+        state.config, state.params, state.memory, batch, num_drafts=num_drafts
+    )
     return dataclasses.replace(state, memory=memory), drafts
 
 
-def step(state: State, scheduled: Scheduled, verified: Verified) -> tuple[State, Drafts]:
+def step(
+    state: State, scheduled: Scheduled, verified: Verified, *, num_drafts: int | None = None
+) -> tuple[State, Drafts]:
     """Runs `prepare` and `propose` as one executable: what a serving loop calls.
 
     Args:
       state: consumed.
       scheduled: what the target just ran.
       verified: what the verifier kept of it.
+      num_drafts: as `propose`.
 
     Returns:
       (state, drafts), as `propose`.
@@ -197,28 +205,38 @@ def step(state: State, scheduled: Scheduled, verified: Verified) -> tuple[State,
     _check_alive(state, "step")
     metadata.check_scheduled(scheduled)
     metadata.check_verified(verified, scheduled)
+    num_drafts = _check_reads("step", state.config, scheduled, num_drafts)
     if proposers.of(state.config).kind == "host":
         scheduled, verified = _to_host((scheduled, verified), state.config)
         batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
-        return _propose_on_host(state, batch)
+        return _propose_on_host(state, batch, num_drafts)
     scheduled, verified = _commit((scheduled, verified), device_of(state.memory))
-    memory, drafts = _step(state.config, state.params, state.memory, scheduled, verified)
+    memory, drafts = _step(
+        state.config, state.params, state.memory, scheduled, verified, num_drafts=num_drafts
+    )
     return dataclasses.replace(state, memory=memory), drafts
 
 
-def pure(config: Any) -> Callable[[Params, Memory, Batch], tuple[Memory, Drafts]]:
+def pure(
+    config: Any, *, num_drafts: int | None = None
+) -> Callable[[Params, Memory, Batch], tuple[Memory, Drafts]]:
     """Returns `propose(params, memory, batch) -> (memory, drafts)` for use inside your own jit.
 
     Donate `memory` there, and pass `params` as an argument: a whole `State` through an outer jit
     would copy the params or, donated, delete weights that the target shares.
 
+    Args:
+      config: a device drafter's.
+      num_drafts: as `propose`.
+
     Raises:
-      TypeError: the drafter runs on the host.
+      TypeError: the drafter runs on the host. ValueError: `num_drafts` is out of range.
     """
     proposer = proposers.of(config)
     if proposer.kind == "host":
         raise TypeError(_HOST_ONLY.format(name=proposer.name))
-    return functools.partial(proposer.propose, config)
+    num_drafts = _check_num_drafts("pure", config, num_drafts)
+    return functools.partial(proposers.propose, config, num_drafts=num_drafts)
 
 
 def warmup(state: State, buckets: Buckets) -> None:
@@ -238,7 +256,7 @@ def warmup(state: State, buckets: Buckets) -> None:
             scratch = proposer.init(state.config, state.params, state.cache, num_requests)
             scheduled, verified = _example(state, num_requests, num_rows)
             batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
-            proposer.propose(state.config, state.params, scratch, batch)
+            proposers.propose(state.config, state.params, scratch, batch)
         return
     sharding = jax.sharding.SingleDeviceSharding(device_of(state.memory))
 
@@ -264,8 +282,10 @@ def warmup(state: State, buckets: Buckets) -> None:
         )
         for vocab_size in {None, state.config.vocab_size}:
             _prepare.lower(scheduled, verified, vocab_size=vocab_size).compile()
-        _propose.lower(state.config, params, memory, batch).compile()
-        _step.lower(state.config, params, memory, scheduled, verified).compile()
+        for num_drafts in _all_num_drafts(state.config, buckets):
+            arguments = (state.config, params, memory)
+            _propose.lower(*arguments, batch, num_drafts=num_drafts).compile()
+            _step.lower(*arguments, scheduled, verified, num_drafts=num_drafts).compile()
 
 
 # The jitted core. Config is static; memory alone is donated and rewritten in place.
@@ -290,17 +310,17 @@ def _prepare(scheduled, verified, vocab_size=None):
     return metadata.prepare(scheduled, verified, vocab_size=vocab_size)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _propose(config, params, memory, batch):
-    return proposers.of(config).propose(config, params, memory, batch)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="num_drafts", donate_argnums=2)
+def _propose(config, params, memory, batch, *, num_drafts):
+    return proposers.propose(config, params, memory, batch, num_drafts=num_drafts)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _step(config, params, memory, scheduled, verified):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="num_drafts", donate_argnums=2)
+def _step(config, params, memory, scheduled, verified, *, num_drafts):
     with jax.named_scope("prepare"):
         batch = metadata.prepare(scheduled, verified, vocab_size=config.vocab_size)
     with jax.named_scope("propose"):
-        return proposers.of(config).propose(config, params, memory, batch)
+        return proposers.propose(config, params, memory, batch, num_drafts=num_drafts)
 
 
 # Boundary helpers.
@@ -311,9 +331,10 @@ _HOST_ONLY = (
 )
 
 
-def _propose_on_host(state: State, batch: Batch) -> tuple[State, Drafts]:
-    proposer = proposers.of(state.config)
-    memory, drafts = proposer.propose(state.config, state.params, state.memory, batch)
+def _propose_on_host(state: State, batch: Batch, num_drafts: int) -> tuple[State, Drafts]:
+    memory, drafts = proposers.propose(
+        state.config, state.params, state.memory, batch, num_drafts=num_drafts
+    )
     return dataclasses.replace(state, memory=memory), drafts
 
 
@@ -346,6 +367,45 @@ def _commit(tree, device):
     return tree
 
 
+def _check_num_drafts(owner: str, config: Any, num_drafts: int | None) -> int:
+    most = config.num_drafts
+    if num_drafts is None:
+        return most
+    if isinstance(num_drafts, bool) or num_drafts not in range(most + 1):
+        raise ValueError(
+            f"{owner}: `num_drafts` is {num_drafts!r}, wanted an int from 0 to {most}. "
+            "Make the state with a larger num_drafts to draft more."
+        )
+    return int(num_drafts)
+
+
+def _all_num_drafts(config: Any, buckets: Buckets) -> list[int]:
+    counts = {_check_num_drafts("Buckets", config, count) for count in buckets.num_drafts}
+    return sorted(counts | {config.num_drafts})
+
+
+def _check_reads(owner: str, config: Any, scheduled: Scheduled, num_drafts: int | None) -> int:
+    """Refuses a step without what the drafter reads of it; returns the number of drafts."""
+    proposer = proposers.of(config)
+    reads = proposer.reads(config)
+    if reads.hidden_layers:
+        got = None if scheduled.hidden is None else scheduled.hidden.shape
+        if got is None or got[-1] != reads.hidden_size:
+            raise ValueError(
+                f"{owner}: `hidden` is {'None' if got is None else f'of shape {got}'}, wanted "
+                f"[T, {reads.hidden_size}]: {proposer.name} reads the target's hidden states "
+                f"{list(reads.hidden_layers)} side by side (n = after n layers). Run the target "
+                "with these hidden_layers and pass the result as Scheduled.hidden."
+            )
+    if reads.sampling and scheduled.temperature is None:
+        raise ValueError(
+            f"{owner}: `temperature` is None, and {proposer.name} samples its drafts "
+            "(draft_sampling='probabilistic'). Pass Scheduled.temperature and seed, one a request, "
+            "or choose draft_sampling='greedy'."
+        )
+    return _check_num_drafts(owner, config, num_drafts)
+
+
 def _check_slot(owner: str, slot: int) -> int:
     try:
         if not isinstance(slot, bool):
@@ -371,6 +431,16 @@ def _check_alive(state: State, owner: str) -> None:
             return
 
 
+def _hidden_dtype(state: State) -> Any:
+    """The element type that a target's hidden states have: that of the weights, else of KV."""
+    floats = [
+        leaf.dtype
+        for leaf in jax.tree.leaves(state.params)
+        if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+    ]
+    return floats[0] if floats else state.cache.dtype
+
+
 def _example(state: State, num_requests: int, num_rows: int) -> tuple[Scheduled, Verified]:
     """A step without live requests, of the shapes and dtypes that a real one has."""
 
@@ -388,5 +458,14 @@ def _example(state: State, num_requests: int, num_rows: int) -> tuple[Scheduled,
         backup_token=full(0, num_requests),
         discard=np.ones(num_requests, bool),
     )
+    reads = proposers.of(state.config).reads(state.config)
+    if reads.hidden_layers:
+        hidden = np.zeros((num_rows, reads.hidden_size), _hidden_dtype(state))
+        scheduled = dataclasses.replace(scheduled, hidden=hidden)
+    if reads.sampling:
+        temperature = np.zeros(num_requests, np.float32)
+        scheduled = dataclasses.replace(
+            scheduled, temperature=temperature, seed=full(0, num_requests)
+        )
     width = state.config.num_drafts + 1
     return scheduled, Verified(tokens=full(PAD_TOKEN, num_requests, width))

@@ -84,18 +84,23 @@ class Buckets:
     Attributes:
       requests: batch sizes (B), ascending.
       tokens: flat token counts (T), ascending; the largest has a token for each request.
+      num_drafts: smaller numbers of drafts that calls ask for, ascending from 0 on, beside the
+        config's own.
     """
 
     requests: tuple[int, ...]
     tokens: tuple[int, ...]
+    num_drafts: tuple[int, ...] = ()
 
     def __post_init__(self):
-        for name, sizes in (("requests", self.requests), ("tokens", self.tokens)):
-            are_sizes = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
-            if not are_sizes or not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        for name, least in (("requests", 1), ("tokens", 1), ("num_drafts", 0)):
+            sizes = getattr(self, name)
+            fits = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
+            fits = fits and list(sizes) == sorted(set(sizes)) and (not sizes or sizes[0] >= least)
+            if not fits or (least and not sizes):
                 raise ValueError(
                     f"Buckets: `{name}` is {sizes!r}, wanted a tuple of ascending ints of at "
-                    "least 1, for example (1, 4, 16)."
+                    f"least {least}, for example (1, 4, 16)."
                 )
         if self.tokens[-1] < self.requests[-1]:
             raise ValueError(

@@ -5,6 +5,7 @@ runs two executables a step (`target_step`, `jspec.step`) and reads their tokens
 `generate_plain` is the oracle: no drafts, no batch, one token at a time.
 """
 
+import dataclasses
 import functools
 import math
 import time
@@ -236,7 +237,9 @@ class Engine:
         chunk_size: int = 64,
         stop_ids: Sequence[int] | None = None,
     ):
-        self.on_host = proposers.of(config).kind == "host"
+        proposer = proposers.of(config)
+        self.on_host = proposer.kind == "host"
+        self.hidden_layers = proposer.reads(config).hidden_layers
         prompts = list(prompts)
         limits = scheduling.limits(
             *(model, prompts, max_tokens, max_requests, cache, chunk_size),
@@ -284,12 +287,12 @@ class Engine:
         rows, (num_rows, width) = self.scheduler.schedule()
         scheduled = self.scheduler.pack(rows, num_rows)
         on_device = jax.device_put(scheduled, self.device)
-        verified = self._run_target(on_device, width)
+        verified, hidden = self._run_target(on_device, width)
         if self.on_host:
             verified = jax.device_get(verified)
             drafts = self._draft(scheduled, verified)
         else:
-            drafts = self._draft(on_device, verified)
+            drafts = self._draft(dataclasses.replace(on_device, hidden=hidden), verified)
             verified, drafts = jax.device_get((verified, drafts))  # the one read of a step
         num_tokens, ended = self.scheduler.keep(rows, verified.tokens, drafts, on_tokens)
         for slot in ended:
@@ -300,16 +303,17 @@ class Engine:
             self.report.prompt_tokens += num_tokens
         return True
 
-    def _run_target(self, scheduled: Scheduled, width: int) -> Verified:
-        verified, _, self.cache = target_step(
+    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, Array | None]:
+        verified, hidden, self.cache = target_step(
             self.model.config,
             self.model.params,
             self.cache,
             scheduled,
             width=width,
             columns=self.scheduler.width,
+            hidden_layers=self.hidden_layers,
         )
-        return verified
+        return verified, hidden
 
     def _draft(self, scheduled: Scheduled, verified: Verified) -> Drafts:
         begin = time.perf_counter()

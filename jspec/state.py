@@ -78,6 +78,9 @@ class Scheduled:
       hidden: target hidden states, where the method reads them.
       embeds: input embeddings that replace token embeddings where `embeds_mask` is True.
       embeds_mask: see `embeds`.
+      max_drafts: most drafts wanted for each request; None = as many as the config says.
+      temperature: sampling temperature of each request, 0 = greedy; where drafts are sampled.
+      seed: random seed of each request; goes with `temperature`.
     """
 
     token_ids: Int[AnyArray, "T"]
@@ -93,6 +96,9 @@ class Scheduled:
     hidden: Float[AnyArray, "T Dh"] | None = None
     embeds: Float[AnyArray, "T D"] | None = None
     embeds_mask: Bool[AnyArray, "T"] | None = None
+    max_drafts: Int[AnyArray, "B"] | None = None
+    temperature: Float[AnyArray, "B"] | None = None
+    seed: Int[AnyArray, "B"] | None = None
 
 
 @pytree
@@ -131,6 +137,7 @@ class PagedView:
       block_table: pages of each request in order.
       seq_lens: KV length of each request with the rows of this pass.
       positions: place of each row in its request; decides what a causal row may see.
+      axes: positions that rows are rotated by, where these are others: three axes for M-RoPE.
       slots: cache slot that each row writes; PAD writes nothing.
       query_start: first row of each request, and the end of the last.
       causal: whether a row sees only rows up to its own position.
@@ -141,7 +148,13 @@ class PagedView:
     positions: Int[AnyArray, "T"]
     slots: Int[AnyArray, "T"]
     query_start: Int[AnyArray, "B1"]
+    axes: Int[AnyArray, "axes T"] | None = None
     causal: bool = static(default=True)
+
+    @property
+    def rope_positions(self) -> Int[AnyArray, "*axes T"]:
+        """Positions that rows are rotated by."""
+        return self.positions if self.axes is None else self.axes
 
 
 @pytree

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.axes import PAD_SLOT, PAD_TOKEN
+from jspec.proposers.base import Reads
 from jspec.state import Scheduled, Verified
 
 POISON = 1_000_003  # a token, page, count and position that no test uses
@@ -40,8 +41,13 @@ def make_step(
     width: int,
     pages_per_request: int,
     poison: bool = False,
+    reads: Reads | None = None,
 ) -> tuple[Scheduled, Verified]:
-    """Lays rows out flat and pads them; with `poison` the padding holds misleading values."""
+    """Lays rows out flat and pads them; with `poison` the padding holds misleading values.
+
+    With `reads` the step has what a drafter reads beyond that: a row's hidden state follows from
+    its token and position, a request's temperature and seed from its slot.
+    """
     fill = POISON if poison else 0
 
     def full(value: int, *shape: int) -> np.ndarray:
@@ -53,6 +59,8 @@ def make_step(
     num_drafts, slot = full(fill % 7, num_requests), full(PAD_SLOT, num_requests)
     backup, discard = full(fill, num_requests), np.full(num_requests, not poison)
     tokens = full(fill % 7 if poison else PAD_TOKEN, num_requests, width)
+    reads = reads or Reads()
+    hidden = np.full((num_rows, reads.hidden_size), np.nan if poison else 0, np.float32)
     at = 0
     for b, row in enumerate(rows):
         start = len(row.context) - 1 if row.start is None else row.start
@@ -60,6 +68,10 @@ def make_step(
         end = at + len(ids)
         token_ids[at:end] = ids
         positions[at:end] = np.arange(start, start + len(ids))
+        hidden[at:end] = [
+            np.random.default_rng([token, start + i]).standard_normal(reads.hidden_size)
+            for i, token in enumerate(ids)
+        ]
         at = end
         query_start[b + 1 :] = end
         seq_lens[b] = start + len(ids)
@@ -79,5 +91,8 @@ def make_step(
         request_slot=slot,
         backup_token=backup,
         discard=discard,
+        hidden=hidden if reads.hidden_layers else None,
+        temperature=np.where(slot % 2, np.float32(0.7), np.float32(0)) if reads.sampling else None,
+        seed=slot if reads.sampling else None,
     )
     return scheduled, Verified(tokens=tokens)

@@ -38,9 +38,21 @@ def tiny(name, **changes):
     return dataclasses.replace(proposers.find(name).Config.tiny(), **changes)
 
 
+@functools.cache
+def weights(config, seed=0):
+    init_params = proposers.of(config).init_params
+    return init_params and init_params(config, jax.random.key(seed), "float32")
+
+
+def empty(name, **changes):
+    """A state without requests."""
+    config = tiny(name, **changes)
+    return jspec.init(config, weights(config), cache=CACHE, max_requests=5)
+
+
 def fresh(name, slots=CONTEXTS, **changes):
     """A state with one admitted request per slot."""
-    state = jspec.init(tiny(name, **changes), cache=CACHE, max_requests=5)
+    state = empty(name, **changes)
     for slot in slots:
         state = jspec.admit(state, slot, CONTEXTS[slot])
     return state
@@ -53,6 +65,7 @@ def layout(state, rows=ROWS, num_requests=B, num_rows=T, **kwargs):
         num_rows=num_rows,
         width=state.config.num_drafts + 1,
         pages_per_request=CACHE.pages_per_request,
+        reads=proposers.of(state.config).reads(state.config),
         **kwargs,
     )
 
@@ -108,6 +121,49 @@ def test_permuted_requests_get_permuted_drafts(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_fewer_drafts_are_the_first_ones(name):
+    whole = drafts_of(fresh(name))
+    state = fresh(name)
+    for columns in range(state.config.num_drafts + 1):
+        step = layout(state, fitted(state, ROWS))
+        _, drafts = jspec.step(fresh(name), *step, num_drafts=columns)
+        assert np.asarray(drafts.tokens).tolist() == whole.tokens[:, :columns].tolist()
+        assert (
+            np.asarray(drafts.num_drafts).tolist() == np.minimum(whole.num_drafts, columns).tolist()
+        )
+    with pytest.raises(ValueError, match="`num_drafts` is 9"):
+        jspec.step(state, *layout(state), num_drafts=9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_may_ask_for_fewer_drafts(name):
+    whole, state = drafts_of(fresh(name)), fresh(name)
+    scheduled, verified = layout(state, fitted(state, ROWS))
+    most = np.array([1, 0, 9, -4], np.int32)
+    scheduled = dataclasses.replace(scheduled, max_drafts=most)
+    _, drafts = jspec.step(state, scheduled, verified)
+    count = np.minimum(whole.num_drafts, np.maximum(most, 0))
+    column = np.arange(whole.tokens.shape[1])[None]
+    assert np.asarray(drafts.num_drafts).tolist() == count.tolist()
+    wanted = np.where(column < count[:, None], whole.tokens, PAD_TOKEN)
+    assert np.asarray(drafts.tokens).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_without_what_the_drafter_reads_is_refused(name):
+    state = fresh(name)
+    reads = proposers.of(state.config).reads(state.config)
+    scheduled, verified = layout(state)
+    if reads.hidden_layers:
+        with pytest.raises(ValueError, match="`hidden` is None.*hidden_layers"):
+            jspec.step(state, dataclasses.replace(scheduled, hidden=None), verified)
+        narrow = np.zeros((T, reads.hidden_size + 1), np.float32)
+        with pytest.raises(ValueError, match="`hidden` is of shape"):
+            jspec.step(state, dataclasses.replace(scheduled, hidden=narrow), verified)
+    assert_same(drafts_of(state), drafts_of(fresh(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_step_is_prepare_and_propose(name):
     state = fresh(name)
     scheduled, verified = layout(state, fitted(state, ROWS), poison=True)
@@ -135,7 +191,7 @@ def test_a_request_that_is_discarded_drafts_nothing_and_loses_nothing(name):
 def test_no_draft_goes_past_the_longest_request(name):
     context = [4, 5] * (CACHE.max_model_len // 2 - 1)  # 46 of 48 tokens, then one more kept
     for kept, limit in (([4], 1), ([4, 5], 0)):
-        state = jspec.init(tiny(name), cache=CACHE, max_requests=5)
+        state = empty(name)
         state = jspec.admit(state, 0, context)
         row = Row(slot=0, context=context, drafts=kept[:-1], kept=kept)
         assert drafts_of(state, [row]).num_drafts[0] <= limit
@@ -147,7 +203,7 @@ def test_a_released_slot_forgets_its_request(name):
     state = jspec.admit(state, 0, [8, 6])
     row = Row(slot=0, context=[8, 6], kept=[7], start=0)
     again = drafts_of(state, [row])
-    state = jspec.admit(jspec.init(tiny(name), cache=CACHE, max_requests=5), 0, [8, 6])
+    state = jspec.admit(empty(name), 0, [8, 6])
     assert_same(again, drafts_of(state, [row]))
 
 
@@ -232,7 +288,7 @@ def test_an_argument_of_another_type_is_refused_and_the_state_stays(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_warmed_bucket_never_compiles_again(name):
-    state = jspec.init(tiny(name), cache=CACHE, max_requests=5)
+    state = empty(name)
     jspec.warmup(state, jspec.Buckets(requests=(B,), tokens=(T,)))
     with backend_compiles() as compiled:
         for slot in CONTEXTS:
@@ -254,7 +310,9 @@ def test_a_warmed_bucket_never_compiles_again(name):
 def test_only_memory_is_donated_and_it_is_rewritten_in_place(name):
     state = fresh(name)
     args = api._commit(layout(state, fitted(state, ROWS)), jax.devices()[0])
-    compiled = api._step.lower(state.config, state.params, state.memory, *args).compile()
+    compiled = api._step.lower(
+        state.config, state.params, state.memory, *args, num_drafts=state.config.num_drafts
+    ).compile()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.memory))
     assert compiled.memory_analysis().alias_size_in_bytes == size
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.memory)]
@@ -309,7 +367,7 @@ def test_a_host_drafter_inside_jit_says_what_to_do(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DEVICE)
 def test_a_thousand_changing_steps_neither_sync_nor_compile(name):
-    state = jspec.init(tiny(name), cache=CACHE, max_requests=5)
+    state = empty(name)
     jspec.warmup(state, jspec.Buckets(requests=(B,), tokens=(T,)))
     for slot in CONTEXTS:
         state = jspec.admit(state, slot, CONTEXTS[slot])

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("axes", "_numba"),
     ("config", "state", "pallas"),
-    ("cache", "metadata", "verify", "metrics", "suffix"),
+    ("cache", "metadata", "sampling", "verify", "metrics", "suffix"),
     ("models", "checkpoint"),
     ("proposers",),
     ("api",),

@@ -336,7 +336,7 @@ def test_propose_inside_jit_names_the_drafter_that_can():
     state = started("ngram", [1, 2])
     batch = jspec.prepare(*layout(Row(0, [1, 2], kept=[1])))
     with pytest.raises(TypeError, match="outside of jit.*ngram_gpu"):
-        jax.jit(lambda b: ngram.propose(state.config, None, state.memory, b)[1])(batch)
+        jax.jit(lambda b: ngram.propose(state.config, None, state.memory, b, 3)[1])(batch)
 
 
 def test_a_row_does_not_depend_on_its_batch(rng, monkeypatch):

@@ -255,7 +255,7 @@ def test_a_file_that_is_no_text_is_refused_at_its_first_line(tmp_path):
 
 
 def test_a_method_that_needs_weights_is_refused(write, capfd, monkeypatch):
-    needy = find("ngram")._replace(name="needy", model_free=False)
+    needy = find("ngram")._replace(name="needy", init_params=dict)
     monkeypatch.setitem(REGISTRY, "needy", needy)
     assert cli.main(["bench-drafts", str(write(COPY)), "--method", "needy"]) == 1
     assert "needs weights; without are ngram, ngram_gpu, suffix" in capfd.readouterr().err

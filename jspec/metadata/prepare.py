@@ -166,6 +166,8 @@ def check_scheduled(scheduled: Any) -> None:
         )
     if (scheduled.embeds is None) != (scheduled.embeds_mask is None):
         raise ValueError("Scheduled: pass `embeds` and `embeds_mask` together, or neither.")
+    if (scheduled.temperature is None) != (scheduled.seed is None):
+        raise ValueError("Scheduled: pass `temperature` and `seed` together, or neither.")
     _checked.add(signature)
 
 
@@ -185,8 +187,14 @@ def check_verified(verified: Any, scheduled: Scheduled) -> None:
 
 
 _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in (Scheduled, Batch)}
-_OPTIONAL = {"token_index", "hidden", "embeds", "embeds_mask"}
-_DTYPES = {"discard": "bool", "embeds_mask": "bool", "hidden": "float", "embeds": "float"}
+_OPTIONAL = {field.name for field in dataclasses.fields(Scheduled) if field.default is None}
+_DTYPES = {
+    "discard": "bool",
+    "embeds": "float",
+    "embeds_mask": "bool",
+    "hidden": "float",
+    "temperature": "float",
+}
 
 
 def check_prompt(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec import cache as kv
 from jspec.axes import AnyArray
@@ -23,6 +23,9 @@ from jspec.state import PagedView
 
 Rope: TypeAlias = tuple[Float[Array, "T half"], Float[Array, "T half"]]
 """Cosine and sine of each row's rotation angles, float32; `half` is half a head."""
+
+Embeds: TypeAlias = tuple[Float[AnyArray, "T D"], Bool[AnyArray, "T"]]
+"""Input embeddings, and where they replace a token's own."""
 
 
 class Place(NamedTuple):
@@ -66,6 +69,33 @@ def projection_rules(
         if bias:
             rules[f"{name.format(part)}.bias"] = Place((*path[:-1], f"{path[-1]}_bias"), columns)
     return rules
+
+
+def rows(x: Float[Array, "X D"], index: Int[AnyArray, "Y"]) -> Float[Array, "Y D"]:
+    """Reads rows of x; zeros where there is no such row."""
+    return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def embed(
+    table: Float[Array, "V D"], token_ids: Int[AnyArray, "T"], embeds: Embeds | None = None
+) -> Float[Array, "T D"]:
+    """Looks embeddings up; an id outside the vocabulary gives zeros.
+
+    Args:
+      table: an embedding per token.
+      token_ids: tokens.
+      embeds: (values, mask): what stands in for the token's own embedding where mask is True.
+    """
+    x = rows(table, token_ids)
+    if embeds is None:
+        return x
+    values, mask = embeds
+    return jnp.where(jnp.asarray(mask)[:, None], jnp.asarray(values).astype(x.dtype), x)
+
+
+def head_logits(hidden: Float[Array, "R D"], head: Float[Array, "V D"]) -> Float[Array, "R V"]:
+    """Scores every token of a head, in float32."""
+    return jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)
 
 
 class RMSNorm(nnx.Module):

@@ -1,15 +1,10 @@
 """The Llama family (Llama, SmolLM2, Qwen2, Qwen3) over a paged cache.
 
-Params are a plain nested dict: a flax module as an argument of a jitted function costs several
-times its dispatch. The module is put together inside the trace, from the config.
-
 Source: arXiv 2302.13971 (Llama), 2407.10671 (Qwen2), 2505.09388 (Qwen3).
 """
 
-import functools
 from typing import Literal, TypeAlias
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -18,7 +13,20 @@ from jaxtyping import Array, Float, Int
 from jspec.axes import AnyArray
 from jspec.cache import KVCache
 from jspec.config import ModelConfig
-from jspec.models.layers import MLP, Attention, Place, RMSNorm, Rope, Rules, rope_table
+from jspec.models import weights
+from jspec.models.layers import (
+    MLP,
+    Attention,
+    Embeds,
+    Place,
+    RMSNorm,
+    Rope,
+    Rules,
+    embed,
+    head_logits,
+    rope_table,
+    rows,
+)
 from jspec.state import PagedView, Params
 
 HiddenId: TypeAlias = int | Literal["norm"]
@@ -71,72 +79,43 @@ class Llama(nnx.Module):
         token_ids: Int[AnyArray, "T"],
         view: PagedView,
         cache: KVCache,
-        logit_rows: Int[AnyArray, "R"],
-        hidden_layers: tuple[HiddenId, ...],
-    ) -> tuple[Float[Array, "R V"], Float[Array, "T Dh"] | None, KVCache]:
+        embeds: Embeds | None = None,
+    ) -> tuple[dict[HiddenId, Float[Array, "T D"]], KVCache]:
+        """Returns the residual stream after each layer, the final norm's output, and the cache."""
         config = self.config
-        x = _rows(self.embed[...], token_ids)  # [T, D]
-        rope = rope_table(config.rope, config.head_dim, view.positions)
+        x = embed(self.embed[...], token_ids, embeds)  # [T, D]
+        rope = rope_table(config.rope, config.head_dim, view.rope_positions)
         hidden: dict[HiddenId, Array] = {0: x}
         for i in range(config.num_layers):
             x, cache = self.layers[str(i)](x, rope, view, cache, i)
             hidden[i + 1] = x
-        x = hidden["norm"] = self.norm(x)
-        head = self.embed if config.tie_embeddings else self.head
-        logits = jnp.einsum(
-            "rd,vd->rv", _rows(x, logit_rows), head[...], preferred_element_type=jnp.float32
-        )
-        picked = [hidden[i] for i in hidden_layers]
-        return logits, jnp.concatenate(picked, axis=-1) if picked else None, cache
+        hidden["norm"] = self.norm(x)
+        return hidden, cache
 
-
-def _rows(x: Float[Array, "X D"], index: Int[AnyArray, "Y"]) -> Float[Array, "Y D"]:
-    """Reads rows of x; zeros where there is no such row."""
-    return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-
-@functools.lru_cache
-def _split(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, Params]:
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype)))
-    return graphdef, nnx.to_pure_dict(state)
+    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Scores every token after rows of the final norm's output, in float32."""
+        head = self.embed if self.config.tie_embeddings else self.head
+        return head_logits(hidden, head[...])
 
 
 def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
-    """Returns the params' shapes, as `jax.ShapeDtypeStruct`: what loading checks against.
-
-    Args:
-      config: shape of the model.
-      dtype: of the weights.
+    """Returns the params' shapes; see `jspec.models.weights.abstract`.
 
     Example:
       >>> abstract_params(ModelConfig.tiny(), "float32")["embed"].shape
       (64, 32)
     """
-    return jax.tree.map(lambda leaf: leaf, _split(config, jnp.dtype(dtype).name)[1])
+    return weights.abstract(Llama, config, dtype)
 
 
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike) -> Params:
-    """Draws random params whose activations keep unit scale.
+    """Draws random params; see `jspec.models.weights.draw`."""
+    return weights.draw(Llama, config, key, dtype)
 
-    Args:
-      config: shape of the model.
-      key: random key, consumed.
-      dtype: of the weights.
-    """
-    template = abstract_params(config, dtype)
-    paths, tree = jax.tree.flatten_with_path(template)
 
-    def draw(path: tuple, leaf: jax.ShapeDtypeStruct, key: Array) -> Array:
-        name = path[-1].key
-        if name == "weight":  # of a norm
-            return jnp.ones(leaf.shape, leaf.dtype)
-        fan_in = leaf.shape[-1] if name in ("embed", "head") else leaf.shape[0]
-        return jax.random.normal(key, leaf.shape, leaf.dtype) * fan_in**-0.5
-
-    keys = jax.random.split(key, len(paths))
-    return jax.tree.unflatten(
-        tree, [draw(*item, key) for item, key in zip(paths, keys, strict=True)]
-    )
+def build(config: ModelConfig, params: Params) -> Llama:
+    """Puts the model together from its weights."""
+    return weights.bind(Llama, config, params)
 
 
 def rules(config: ModelConfig) -> Rules:
@@ -198,6 +177,8 @@ def forward(
             f"{wanted}. Make it with init_cache(..., num_layers=config.num_layers, "
             "num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)."
         )
-    graphdef, _ = _split(config, "float32")  # it is the same for every dtype
-    model = nnx.merge(graphdef, params)
-    return model(token_ids, view, cache, logit_rows, hidden_layers)
+    model = build(config, params)
+    hidden, cache = model(token_ids, view, cache)
+    picked = [hidden[i] for i in hidden_layers]
+    logits = model.logits(rows(hidden["norm"], logit_rows))
+    return logits, jnp.concatenate(picked, axis=-1) if picked else None, cache

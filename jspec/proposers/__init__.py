@@ -3,8 +3,14 @@
 import difflib
 from typing import Any
 
-from jspec.proposers import ngram, ngram_gpu, suffix
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.axes import PAD_TOKEN
+from jspec.proposers import draft_model, ngram, ngram_gpu, suffix
 from jspec.proposers.base import Proposer
+from jspec.state import Batch, Drafts, Memory, Params
 
 REGISTRY: dict[str, Proposer] = {
     module.PROPOSER.name: module.PROPOSER
@@ -12,6 +18,7 @@ REGISTRY: dict[str, Proposer] = {
         ngram,
         ngram_gpu,
         suffix,
+        draft_model,
     )
 }
 
@@ -41,3 +48,44 @@ def of(config: Any) -> Proposer:
             "Build it from jspec, for example jspec.NgramConfig(num_drafts=5)."
         )
     return proposer
+
+
+def propose(
+    config: Any, params: Params, memory: Memory, batch: Batch, *, num_drafts: int | None = None
+) -> tuple[Memory, Drafts]:
+    """Drafts with the proposer that `config` belongs to: the pure core.
+
+    Args:
+      config: static.
+      params: its weights.
+      memory: donated by the enclosing jit; of a host drafter rewritten in place.
+      batch: the step; `max_drafts` caps each request.
+      num_drafts: static; columns of the result, by default the config's.
+
+    Returns:
+      (memory, drafts).
+    """
+    columns: int = config.num_drafts if num_drafts is None else num_drafts
+    memory, drafts = of(config).propose(config, params, memory, batch, columns)
+    if columns == drafts.tokens.shape[1] and batch.max_drafts is None:
+        return memory, drafts
+    return memory, _cut(drafts, columns, batch.max_drafts)
+
+
+def _cut(drafts: Drafts, columns: int, max_drafts: Any) -> Drafts:
+    """Keeps the first drafts of each request."""
+    xp: Any = jnp if isinstance(drafts.tokens, jax.Array) else np
+    count = xp.minimum(drafts.num_drafts, np.int32(columns))
+    if max_drafts is not None:
+        count = xp.minimum(count, xp.maximum(max_drafts, np.int32(0)))
+    kept = xp.arange(columns, dtype=np.int32)[None] < count[:, None]
+    tokens, parents, probs = (
+        None if leaf is None else leaf[:, :columns]
+        for leaf in (drafts.tokens, drafts.parents, drafts.probs)
+    )
+    return Drafts(
+        tokens=xp.where(kept, tokens, np.int32(PAD_TOKEN)),
+        num_drafts=count,
+        probs=None if probs is None else xp.where(kept[:, :, None], probs, np.float32(0)),
+        parents=None if parents is None else xp.where(kept, parents, np.int32(PAD_TOKEN)),
+    )

@@ -103,7 +103,7 @@ def init(config: NgramConfig, params: Any, cache: CacheConfig, max_requests: int
 
 
 def propose(
-    config: NgramConfig, params: Any, memory: Memory, batch: Batch
+    config: NgramConfig, params: Any, memory: Memory, batch: Batch, columns: int
 ) -> tuple[Memory, Drafts]:
     """Records the tokens of a step and drafts from each request's own history.
 
@@ -112,6 +112,7 @@ def propose(
       params: unused.
       memory: rewritten in place and returned.
       batch: numpy leaves; JAX arrays are copied to the host.
+      columns: unused: a shorter draft is a cut one.
 
     Returns:
       (memory, drafts): numpy int32. A row without a kept token or without a match has none; with
@@ -120,7 +121,7 @@ def propose(
     Raises:
       TypeError: called inside jit.
     """
-    del params
+    del params, columns
     slot, *rest = _host.read_step("ngram", batch)
     lengths = np.zeros_like(slot)
     _record(memory.history, slot, *rest, config.id_limit, lengths)
@@ -391,5 +392,4 @@ PROPOSER = Proposer(
     propose=propose,
     admit=admit,
     kind="host",
-    model_free=True,
 )

@@ -43,7 +43,7 @@ def init(config: NgramGPUConfig, params: Any, cache: CacheConfig, max_requests: 
 
 
 def propose(
-    config: NgramGPUConfig, params: Any, memory: Memory, batch: Batch
+    config: NgramGPUConfig, params: Any, memory: Memory, batch: Batch, columns: int
 ) -> tuple[Memory, Drafts]:
     """Records the tokens of a step and drafts from each request's own history.
 
@@ -52,12 +52,13 @@ def propose(
       params: unused.
       memory: donate it, and the write happens in place.
       batch: the step.
+      columns: unused: a shorter draft is a cut one.
 
     Returns:
       (memory, drafts). A row without a kept token or without a match has none; with n known
       tokens, the newest included, there are at most max_model_len - n.
     """
-    del params
+    del params, columns
     max_model_len = memory.history.shape[1]
 
     with jax.named_scope("record"):
@@ -254,5 +255,4 @@ PROPOSER = Proposer(
     init=init,
     propose=propose,
     admit=admit,
-    model_free=True,
 )

@@ -147,7 +147,7 @@ def init(config: SuffixConfig, params: Any, cache: CacheConfig, max_requests: in
 
 
 def propose(
-    config: SuffixConfig, params: Any, memory: Memory, batch: Batch
+    config: SuffixConfig, params: Any, memory: Memory, batch: Batch, columns: int
 ) -> tuple[Memory, Drafts]:
     """Adds the tokens of a step to the trees and drafts; row i is added before row i + 1 drafts.
 
@@ -156,6 +156,7 @@ def propose(
       params: unused.
       memory: rewritten in place and returned.
       batch: numpy leaves; JAX arrays are copied to the host.
+      columns: unused: a shorter draft is a cut one.
 
     Returns:
       (memory, drafts): numpy int32. A row without a kept token drafts nothing; with n known tokens,
@@ -164,7 +165,7 @@ def propose(
     Raises:
       TypeError: called inside jit.
     """
-    del params
+    del params, columns
     slot, query_start, *rest = _host.read_step("suffix", batch)
     new_start, room = np.zeros_like(query_start), np.zeros_like(slot)
     new_tokens = np.empty(batch.token_ids.size + slot.size, np.int32)
@@ -271,5 +272,4 @@ PROPOSER = Proposer(
     release=release,
     kind="host",
     shares_across_requests=True,
-    model_free=True,
 )

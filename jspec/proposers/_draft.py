@@ -1,0 +1,333 @@
+"""Drafting with a decoder of one's own: the first pass over a step, then K - 1 one-token passes.
+
+EAGLE, EAGLE-3, MTP and draft models differ in the decoder alone, so `chain` and `in_parallel` take
+it as an argument. Source: vLLM v1/spec_decode/llm_base_proposer.py, propose.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec import metadata, sampling
+from jspec.axes import PAD_TOKEN
+from jspec.config import check_at_least
+from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass
+from jspec.models.layers import Embeds
+from jspec.pallas.eagle_step import eagle_step
+from jspec.state import Batch, Drafts, PagedView
+
+_STREAM = 1
+"""Random numbers of drafts, apart from those of verification."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingConfig:
+    """Chooses how much is drafted, and how a draft is picked from the drafter's logits.
+
+    Attributes:
+      num_drafts: most drafts a request gets (K).
+      draft_sampling: "greedy" takes the best token; "probabilistic" draws at the temperature of the
+        request and returns the distribution, which verification needs.
+
+    Raises:
+      ValueError: a size below 1, or an unknown way of sampling.
+    """
+
+    num_drafts: int
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+
+    def __post_init__(self):
+        owner = type(self).__name__
+        check_at_least(owner, 1, num_drafts=self.num_drafts)
+        if self.draft_sampling not in ("greedy", "probabilistic"):
+            raise ValueError(
+                f"{owner}: `draft_sampling` is {self.draft_sampling!r}, wanted 'greedy' or "
+                "'probabilistic'."
+            )
+
+
+class DraftModel(NamedTuple):
+    """A decoder bound to its weights, as the draft loop calls it.
+
+    Attributes:
+      run: `(token_ids [T], hidden [T, D], view, cache, embeds) -> (out [T, D], feedback [T, D],
+        cache)`: `out` is what `logits` reads, `feedback` the hidden state of the next pass. Without
+        hidden states both `hidden` and `feedback` are None. `cache` is whatever `run` keeps.
+      logits: `(out [B, D]) -> [B, V']`, a score per draft id.
+      vocab_size: tokens of the target (V).
+      target_ids: token of each draft id, ascending; None where they are the same.
+      mask_token: id of the rows that are drafted in parallel.
+      mask_hidden: hidden state of these rows, where hidden states are read.
+    """
+
+    run: Callable[..., tuple[Array, Array | None, Any]]
+    logits: Callable[[Array], Array]
+    vocab_size: int
+    target_ids: Int[Array, "Vd"] | None = None
+    mask_token: int = 0
+    mask_hidden: Float[Array, "D"] | None = None
+
+
+class Rows(NamedTuple):
+    """The rows of a first pass, and where drafts are read from."""
+
+    token_ids: Int[Array, "T"]
+    hidden: Float[Array, "T D"] | None
+    embeds: Embeds | None
+    view: PagedView
+    sample_index: Int[Array, "B slots"]
+
+
+def chain(
+    model: DraftModel,
+    config: DraftingConfig,
+    batch: Batch,
+    cache: Any,
+    *,
+    page_size: int,
+    max_model_len: int,
+    steps: int,
+    shift: bool,
+) -> tuple[Any, Drafts]:
+    """Drafts one token after the other.
+
+    Args:
+      model: the drafter's decoder.
+      config: how tokens are picked.
+      batch: the step; `hidden` in the form that `model.run` reads.
+      cache: what `model.run` keeps; donated by the enclosing jit.
+      page_size: slots per page (S).
+      max_model_len: most tokens of a request.
+      steps: drafts wanted (static); 0 runs the first pass alone, so that the cache stays current.
+      shift: True for a decoder that pairs hidden state i with token i + 1.
+
+    Returns:
+      (cache, drafts).
+    """
+    limit = min(max_model_len, batch.block_table.shape[1] * page_size)
+    with jax.named_scope("first_pass"):
+        rows = first_pass(
+            batch, num_slots=1, shift=shift, page_size=page_size, max_model_len=max_model_len
+        )
+        last = rows.sample_index[:, 0]  # [B]
+        out, hidden, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
+        if steps == 0:
+            return cache, _drafts(batch, jnp.zeros((last.shape[0], 0), jnp.int32), max_model_len)
+        hidden = None if hidden is None else take(hidden, last)  # [T, D] -> [B, D]
+        first = pick(model, config, model.logits(take(out, last)), batch, 0)
+
+    # A request without a kept token runs as if past the limit: it writes nothing.
+    live = batch.num_valid > 0
+    position = jnp.where(live, take(rows.view.positions, last), max_model_len)
+    axes = None if rows.view.axes is None else take(rows.view.axes.T, last).T  # [3, B]
+    seq_lens = batch.seq_lens - batch.num_rejected + (0 if shift else 1)
+    requests = jnp.arange(last.shape[0] + 1, dtype=jnp.int32)
+
+    def step(carry: tuple, index: Array) -> tuple[tuple, tuple]:
+        token, hidden, position, axes, seq_lens, cache = carry
+        _, slots, seq_lens = eagle_step(
+            position, batch.block_table, seq_lens, page_size=page_size, max_model_len=limit
+        )
+        # Unclamped: from 0, a request past the limit would count up through real slots again.
+        position = position + 1
+        axes = None if axes is None else axes + 1
+        view = PagedView(
+            block_table=batch.block_table,
+            seq_lens=jnp.where(live, seq_lens, 0),
+            positions=jnp.minimum(position, max_model_len - 1),
+            axes=None if axes is None else jnp.minimum(axes, max_model_len - 1),
+            slots=slots,
+            query_start=requests,
+        )
+        out, hidden, cache = model.run(token, hidden, view, cache, None)
+        token, probs = pick(model, config, model.logits(out), batch, index)
+        return (token, hidden, position, axes, seq_lens, cache), (token, probs, slots)
+
+    with jax.named_scope("loop"):
+        carry = (first[0], hidden, position, axes, seq_lens, cache)
+        carry, (tokens, probs, slots) = jax.lax.scan(
+            step, carry, jnp.arange(1, steps, dtype=jnp.int32)
+        )
+    tokens = jnp.concatenate([first[0][None], tokens]).T  # [K, B] -> [B, K]
+    if first[1] is not None:
+        probs = jnp.concatenate([first[1][None], probs]).swapaxes(0, 1)  # [K, B, V] -> [B, K, V]
+    return carry[-1], _drafts(batch, tokens, max_model_len, stored=slots.T >= 0, probs=probs)
+
+
+def in_parallel(
+    model: DraftModel,
+    config: DraftingConfig,
+    batch: Batch,
+    cache: Any,
+    *,
+    page_size: int,
+    max_model_len: int,
+    steps: int,
+    shift: bool,
+) -> tuple[Any, Drafts]:
+    """Drafts all tokens in one pass, from mask tokens behind the next token.
+
+    Args, Returns: as `chain`.
+    """
+    rows = first_pass(
+        batch,
+        num_slots=max(steps, 1),
+        shift=shift,
+        page_size=page_size,
+        max_model_len=max_model_len,
+        mask_token=model.mask_token,
+        mask_hidden=model.mask_hidden,
+    )
+    out, _, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
+    picked = [
+        pick(model, config, model.logits(take(out, rows.sample_index[:, j])), batch, j)
+        for j in range(steps)
+    ]
+    num_requests = batch.next_token.shape[0]
+    tokens = [token for token, _ in picked]
+    tokens = jnp.stack(tokens, 1) if tokens else jnp.zeros((num_requests, 0), jnp.int32)
+    probs = [p for _, p in picked if p is not None]
+    slots = take(rows.view.slots, rows.sample_index)  # [B, K]
+    return cache, _drafts(
+        batch,
+        tokens,
+        max_model_len,
+        stored=slots[:, 1:] >= 0,
+        probs=jnp.stack(probs, 1) if probs else None,
+    )
+
+
+def first_pass(
+    batch: Batch,
+    *,
+    num_slots: int,
+    shift: bool,
+    page_size: int,
+    max_model_len: int,
+    mask_token: int = 0,
+    mask_hidden: Float[Array, "D"] | None = None,
+) -> Rows:
+    """Lays out the rows of a drafter's first pass over a step.
+
+    Args:
+      batch: the step.
+      num_slots, shift, mask_token, mask_hidden: as `jspec.metadata.set_inputs_first_pass`.
+      page_size: slots per page (S).
+      max_model_len: positions at or above it are not stored.
+    """
+    view = metadata.paged_view(batch, page_size=page_size, max_model_len=max_model_len)
+    extends = num_slots > 1 or not shift
+    if batch.token_index is not None and extends:
+        raise NotImplementedError(
+            "`positions` has three axes (M-RoPE), and this drafter adds rows to the step, which "
+            "have none. Draft with a chain that reads hidden states (eagle, eagle3, mtp)."
+        )
+    rows = set_inputs_first_pass(
+        batch.token_ids,
+        view.positions,
+        batch.next_token,
+        CommonAttentionMetadata.of(view.query_start, view.seq_lens, view.block_table, view.slots),
+        hidden=batch.hidden if shift else None,
+        num_rejected=batch.num_rejected,
+        num_slots=num_slots,
+        shift=shift,
+        mask_token=mask_token,
+        mask_hidden=mask_hidden,
+        page_size=page_size,
+        max_model_len=max_model_len,
+    )
+    last = max_model_len - 1
+    return Rows(
+        token_ids=jnp.asarray(rows.token_ids),
+        hidden=None if rows.hidden is None else jnp.asarray(rows.hidden),
+        embeds=_shifted_embeds(batch, extends),
+        view=PagedView(
+            block_table=rows.metadata.block_table,
+            seq_lens=rows.metadata.seq_lens,
+            positions=jnp.clip(rows.positions, 0, last),
+            axes=None if batch.token_index is None else jnp.clip(batch.positions, 0, last),
+            slots=rows.metadata.slots,
+            query_start=rows.metadata.query_start,
+        ),
+        sample_index=jnp.asarray(rows.sample_index),
+    )
+
+
+def pick(
+    model: DraftModel,
+    config: DraftingConfig,
+    logits: Float[Array, "B Vd"],
+    batch: Batch,
+    index: Int[Array, ""] | int,
+) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
+    """Picks draft `index` of each request; the lowest id wins ties.
+
+    Returns:
+      (tokens, probs): target ids; their distribution over the target's vocabulary, None if greedy.
+    """
+    probs = None
+    if config.draft_sampling == "greedy":
+        ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        assert batch.temperature is not None and batch.seed is not None  # checked by the api
+        place = next_position(batch) + 1 + index
+        ids = sampling.draw(logits, batch.temperature, batch.seed, place, stream=_STREAM)
+        probs = sampling.distribution(logits, batch.temperature)
+    if model.target_ids is None:
+        return ids, probs
+    if probs is not None:
+        wide = jnp.zeros((probs.shape[0], model.vocab_size), probs.dtype)
+        probs = wide.at[:, model.target_ids].set(probs, mode="drop")
+    return take(model.target_ids, ids), probs
+
+
+def next_position(batch: Batch) -> Int[Array, "B"]:
+    """Place of each request's next token in the request."""
+    index = batch.positions if batch.token_index is None else batch.token_index
+    return take(jnp.asarray(index), batch.last_index) + 1
+
+
+def take(x: Array, index: Array) -> Array:
+    """Reads rows of x by indices that lie inside."""
+    return jnp.asarray(x).at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+def _shifted_embeds(batch: Batch, extends: bool) -> Embeds | None:
+    """Input embeddings of the rows: they move left with their tokens."""
+    if batch.embeds is None or batch.embeds_mask is None:
+        return None
+    if extends:
+        raise NotImplementedError(
+            "`embeds` is given, and this drafter adds rows to the step, which have none. Leave "
+            "embeds out, or draft with a chain that reads hidden states (eagle, eagle3, mtp)."
+        )
+    row = jnp.arange(batch.embeds.shape[0], dtype=jnp.int32)
+    is_sampled = jnp.zeros(row.shape, bool).at[batch.last_index].set(True, mode="drop")
+    mask = jnp.roll(batch.embeds_mask, -1) & ~is_sampled & (row < batch.query_start[-1] - 1)
+    return jnp.roll(batch.embeds, -1, axis=0), mask
+
+
+def _drafts(
+    batch: Batch,
+    tokens: Int[Array, "B K"],
+    max_model_len: int,
+    *,
+    stored: Array | None = None,
+    probs: Float[Array, "B K V"] | None = None,
+) -> Drafts:
+    """Cuts drafts off at the longest request, and where a row before them found no KV slot."""
+    columns = tokens.shape[1]
+    count = jnp.clip(max_model_len - 1 - next_position(batch), 0, columns)
+    if stored is not None:
+        count = jnp.minimum(count, 1 + jnp.cumprod(stored, axis=1, dtype=jnp.int32).sum(axis=1))
+    count = jnp.where(batch.num_valid > 0, count, 0)
+    kept = jnp.arange(columns, dtype=jnp.int32)[None] < count[:, None]
+    return Drafts(
+        tokens=jnp.where(kept, tokens, PAD_TOKEN),
+        num_drafts=count,
+        probs=None if probs is None else jnp.where(kept[:, :, None], probs, 0),
+    )
