@@ -29,6 +29,14 @@ settings.load_profile("jspec")
 GOLDEN = Path(__file__).parent / "golden"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    if jax.default_backend() == "gpu":
+        for item in items:
+            if item.get_closest_marker("any_device"):
+                item.add_marker(pytest.mark.gpu)
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """A generator with a fixed seed: each test draws the same numbers in every run."""

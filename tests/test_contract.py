@@ -15,6 +15,8 @@ from jspec.state import Batch
 from tests.counting import backend_compiles
 from tests.steps import Row, make_step
 
+pytestmark = pytest.mark.any_device
+
 CACHE = jspec.CacheConfig(num_pages=64, page_size=4, max_model_len=48, dtype="float32")
 B, T = 4, 24
 NAMES = list(proposers.REGISTRY)
