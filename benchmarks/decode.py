@@ -22,11 +22,12 @@ from typing import Any
 import jax
 
 from jspec import measure, proposers
-from jspec.checkpoint import Model, load, read
-from jspec.cli import open_tokenizer
+from jspec.checkpoint import Model, read
+from jspec.cli.generate import open_tokenizer
 from jspec.config import CacheConfig
 from jspec.demo.assets import cache_folder, fetch_smollm2
 from jspec.demo.prompts import demo_prompts
+from jspec.loading import load
 
 CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float32")
 LOOKUP = {"num_drafts": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -35,7 +36,7 @@ import resource, sys
 import jax
 jax.numpy.zeros(1).block_until_ready()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-from jspec.checkpoint import load
+from jspec.loading import load
 model = load(sys.argv[1], "float32")
 weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
 print(weights, before * 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -6,11 +6,12 @@ state, drafts = jspec.step(state, scheduled, verified)
 state = jspec.release(state, slot)
 """
 
+from jspec.adaptive import Adaptive, BatchSizeSchedule
 from jspec.api import admit, init, prepare, propose, pure, release, step, warmup
 from jspec.axes import PAD_SLOT, PAD_TOKEN
-from jspec.checkpoint import load
 from jspec.config import Buckets, CacheConfig, ModelConfig
 from jspec.decode import generate, generate_plain
+from jspec.loading import load
 from jspec.metadata import (
     PADDING_SLOT_ID,
     SpecDecodeMetadata,
@@ -21,18 +22,38 @@ from jspec.metadata import (
 )
 from jspec.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 from jspec.proposers import REGISTRY
-from jspec.proposers.base import Proposer
+from jspec.proposers.base import Drafter, Proposer
+from jspec.proposers.dflash import DFlashConfig
+from jspec.proposers.draft_model import DraftModelConfig
+from jspec.proposers.eagle import EagleConfig
+from jspec.proposers.eagle3 import Eagle3Config
+from jspec.proposers.extract_hidden import ExtractHiddenStatesConfig
+from jspec.proposers.medusa import MedusaConfig
+from jspec.proposers.mtp import MTPConfig
 from jspec.proposers.ngram import NgramConfig
 from jspec.proposers.ngram_gpu import NgramGPUConfig
 from jspec.proposers.suffix import SuffixConfig
+from jspec.saving import restore, save
 from jspec.state import Batch, Drafts, PagedView, Scheduled, State, Verified
 from jspec.suffix import SuffixDecodingCache
+from jspec.tree import DynamicTree, Tree
 
 __all__ = [
+    "Adaptive",
     "Batch",
+    "BatchSizeSchedule",
     "Buckets",
     "CacheConfig",
+    "DFlashConfig",
+    "DraftModelConfig",
+    "Drafter",
     "Drafts",
+    "DynamicTree",
+    "Eagle3Config",
+    "EagleConfig",
+    "ExtractHiddenStatesConfig",
+    "MTPConfig",
+    "MedusaConfig",
     "ModelConfig",
     "NgramConfig",
     "NgramGPUConfig",
@@ -50,6 +71,7 @@ __all__ = [
     "State",
     "SuffixConfig",
     "SuffixDecodingCache",
+    "Tree",
     "Verified",
     "admit",
     "compute_new_slot_mapping",
@@ -63,6 +85,8 @@ __all__ = [
     "propose",
     "pure",
     "release",
+    "restore",
+    "save",
     "step",
     "update_num_computed_tokens_for_batch_change",
     "warmup",

@@ -248,13 +248,16 @@ def warmup(state: State, buckets: Buckets) -> None:
       state: as `init` returned it.
       buckets: batch sizes and token counts; the block table is `cache.pages_per_request` wide
         and `verified.tokens` is num_drafts + 1 wide.
+
+    Raises:
+      ValueError: the buckets have what this drafter cannot do.
     """
     _check_alive(state, "warmup")
     proposer = proposers.of(state.config)
     if proposer.kind == "host":
         for num_requests, num_rows in buckets.pairs()[:1]:  # numba compiles once for all shapes
             scratch = proposer.init(state.config, state.params, state.cache, num_requests)
-            scheduled, verified = _example(state, num_requests, num_rows)
+            scheduled, verified = _examples(state, buckets, num_requests, num_rows)[0]
             batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
             proposers.propose(state.config, state.params, scratch, batch)
         return
@@ -274,8 +277,8 @@ def warmup(state: State, buckets: Buckets) -> None:
         _admit.lower(state.config, memory, slot, row, slot).compile()
     if proposer.release is not None:
         _release.lower(state.config, memory, slot).compile()
-    for num_requests, num_rows in buckets.pairs():
-        scheduled, verified = abstract(_example(state, num_requests, num_rows))
+    examples = (x for pair in buckets.pairs() for x in _examples(state, buckets, *pair))
+    for scheduled, verified in map(abstract, examples):
         batch = jax.eval_shape(_prepare, scheduled, verified)
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch
@@ -397,6 +400,13 @@ def _check_reads(owner: str, config: Any, scheduled: Scheduled, num_drafts: int 
                 f"{list(reads.hidden_layers)} side by side (n = after n layers). Run the target "
                 "with these hidden_layers and pass the result as Scheduled.hidden."
             )
+    embeds = scheduled.embeds
+    if embeds is not None and reads.embeds_size not in (0, embeds.shape[-1]):
+        raise ValueError(
+            f"{owner}: `embeds` is of shape {embeds.shape}, wanted [T, {reads.embeds_size}]: "
+            f"{proposer.name} puts them in the place of token embeddings of that width. Pass the "
+            "input embeddings of the drafter, or leave embeds and embeds_mask out."
+        )
     if reads.sampling and scheduled.temperature is None:
         raise ValueError(
             f"{owner}: `temperature` is None, and {proposer.name} samples its drafts "
@@ -441,8 +451,10 @@ def _hidden_dtype(state: State) -> Any:
     return floats[0] if floats else state.cache.dtype
 
 
-def _example(state: State, num_requests: int, num_rows: int) -> tuple[Scheduled, Verified]:
-    """A step without live requests, of the shapes and dtypes that a real one has."""
+def _examples(
+    state: State, buckets: Buckets, num_requests: int, num_rows: int
+) -> list[tuple[Scheduled, Verified]]:
+    """Steps without live requests, of all forms that real ones have in a bucket."""
 
     def full(value, *shape):
         return np.full(shape, value, np.int32)
@@ -458,6 +470,9 @@ def _example(state: State, num_requests: int, num_rows: int) -> tuple[Scheduled,
         backup_token=full(0, num_requests),
         discard=np.ones(num_requests, bool),
     )
+    if buckets.axes == 3:
+        positions, token_index = full(0, 3, num_rows), full(0, num_rows)
+        scheduled = dataclasses.replace(scheduled, positions=positions, token_index=token_index)
     reads = proposers.of(state.config).reads(state.config)
     if reads.hidden_layers:
         hidden = np.zeros((num_rows, reads.hidden_size), _hidden_dtype(state))
@@ -467,5 +482,15 @@ def _example(state: State, num_requests: int, num_rows: int) -> tuple[Scheduled,
         scheduled = dataclasses.replace(
             scheduled, temperature=temperature, seed=full(0, num_requests)
         )
-    width = state.config.num_drafts + 1
-    return scheduled, Verified(tokens=full(PAD_TOKEN, num_requests, width))
+    verified = Verified(tokens=full(PAD_TOKEN, num_requests, state.config.num_drafts + 1))
+    if not buckets.embeds:
+        return [(scheduled, verified)]
+    if not reads.embeds_size:
+        raise ValueError(
+            f"warmup: `embeds` is True in the buckets, and {proposers.of(state.config).name} reads "
+            "no input embeddings. Pass Buckets(..., embeds=False)."
+        )
+    embeds = np.zeros((num_rows, reads.embeds_size), _hidden_dtype(state))
+    mask = np.zeros(num_rows, bool)
+    with_embeds = dataclasses.replace(scheduled, embeds=embeds, embeds_mask=mask)
+    return [(scheduled, verified), (with_embeds, verified)]

@@ -1,10 +1,11 @@
 """The paged KV cache: keys and values in pages, written by slot and read through block tables."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.axes import PAD_SLOT, AnyArray
 from jspec.config import CacheConfig, check_at_least
@@ -24,11 +25,15 @@ class KVCache:
       k: keys.
       v: values.
       max_model_len: most tokens a request may have.
+      node_k: keys of tree nodes, in passes with trees: a node gets no page slot before it is kept.
+      node_v: values of tree nodes.
     """
 
     k: Float[Array, "L P S n d"]
     v: Float[Array, "L P S n d"]
     max_model_len: int = static()
+    node_k: Float[Array, "L B X n d"] | None = None
+    node_v: Float[Array, "L B X n d"] | None = None
 
     @property
     def page_size(self) -> int:
@@ -70,6 +75,7 @@ def write(
     k: Float[Array, "T n d"],
     v: Float[Array, "T n d"],
     slots: Int[AnyArray, "T"],
+    node_slots: Int[AnyArray, "T"] | None = None,
 ) -> KVCache:
     """Writes a key and a value of one layer to each slot.
 
@@ -79,25 +85,72 @@ def write(
       k: keys, rotated.
       v: values.
       slots: no two equal; PAD_SLOT and slots beyond the cache write nothing.
+      node_slots: as `slots`, in the tree nodes' part; see `with_nodes`.
 
     Returns:
       The cache with the new rows.
     """
-    L, P, S, n, d = cache.k.shape
+    if node_slots is not None:
+        assert cache.node_k is not None and cache.node_v is not None  # see `with_nodes`
+        cache = dataclasses.replace(
+            cache,
+            node_k=_put(cache.node_k, layer, k, node_slots),
+            node_v=_put(cache.node_v, layer, v, node_slots),
+        )
     if len(slots) == 1:
         # XLA on a CPU rewrites a one-row scatter into a slice update that it fuses with the
         # readers, and then copies the whole cache. A second row that is dropped prevents it.
         slots = jnp.concatenate([jnp.asarray(slots), jnp.full(1, PAD_SLOT, slots.dtype)])
         k, v = jnp.concatenate([k, k]), jnp.concatenate([v, v])
+    return dataclasses.replace(
+        cache, k=_put(cache.k, layer, k, slots), v=_put(cache.v, layer, v, slots)
+    )
 
-    def put(pages: Array, rows: Array) -> Array:
+
+def with_nodes(cache: KVCache, num_requests: int, num_nodes: int) -> KVCache:
+    """Adds room for the tree nodes of a pass.
+
+    Args:
+      cache: without nodes.
+      num_requests: requests of the pass (B).
+      num_nodes: nodes of each (X).
+    """
+    L, _, _, n, d = cache.k.shape
+    empty = jnp.zeros((L, num_requests, num_nodes, n, d), cache.k.dtype)
+    return dataclasses.replace(cache, node_k=empty, node_v=empty)
+
+
+def keep_nodes(cache: KVCache, path: Int[Array, "B J"], slots: Int[Array, "B J"]) -> KVCache:
+    """Moves keys and values of accepted tree nodes to the pages, and drops the other nodes.
+
+    Args:
+      cache: with nodes.
+      path: nodes of each request that were kept; PAD where there is none.
+      slots: page slot of each; PAD writes nothing.
+
+    Returns:
+      The cache without nodes.
+    """
+    assert cache.node_k is not None and cache.node_v is not None
+    request = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
+    slots = jnp.where(path >= 0, slots, PAD_SLOT).reshape(-1)
+    if len(slots) == 1:  # as in `write`
+        slots = jnp.concatenate([slots, jnp.full(1, PAD_SLOT, slots.dtype)])
+
+    def move(nodes: Array, pages: Array) -> Array:
+        L, P, S, n, d = pages.shape
+        rows = nodes.at[:, request, path].get(mode="clip", wrap_negative_indices=False)
+        rows = rows.reshape(L, -1, n, d)  # [L, B, J, n, d] -> [L, B * J, n, d]
+        rows = jnp.pad(rows, ((0, 0), (0, len(slots) - rows.shape[1]), (0, 0), (0, 0)))
         flat = pages.reshape(L, P * S, n, d)
-        flat = flat.at[layer, slots].set(
-            rows.astype(pages.dtype), mode="drop", wrap_negative_indices=False
-        )
+        flat = flat.at[:, slots].set(rows, mode="drop", wrap_negative_indices=False)
         return flat.reshape(pages.shape)
 
-    return KVCache(k=put(cache.k, k), v=put(cache.v, v), max_model_len=cache.max_model_len)
+    return KVCache(
+        k=move(cache.node_k, cache.k),
+        v=move(cache.node_v, cache.v),
+        max_model_len=cache.max_model_len,
+    )
 
 
 def attend(
@@ -106,8 +159,10 @@ def attend(
     """Attends from each row to the cached keys of its request.
 
     Query head h reads key/value head `h // (N / n)`. A row sees the first `seq_lens` keys of its
-    request, and of these only the ones up to its own position if `view.causal`. The work follows
-    the longest request of the pass, not `max_model_len`.
+    request, and of these only the ones up to its own position if `view.causal`, and only the ones
+    less than `view.window` positions away where there is one; with trees, the nodes that
+    `view.visible` says, too. The work follows the longest request of the pass, not `max_model_len`,
+    and starts at the first key that a window reaches.
 
     Args:
       q: queries, rotated.
@@ -137,20 +192,25 @@ def attend(
     num_seen = jnp.where(tiles.rows < T, num_keys[:, None], 0)  # [G, Q]
     if view.causal:
         num_seen = jnp.minimum(num_seen, _rows(view.positions, tiles.rows) + 1)
+    first_seen = None
+    if view.window is not None:
+        place = _rows(view.positions, tiles.rows)
+        num_seen = jnp.minimum(num_seen, place + view.window)
+        first_seen = jnp.repeat(place - view.window + 1, N // n, axis=1)  # [G, Q] -> [G, E]
     num_seen = jnp.repeat(num_seen, N // n, axis=1)  # [G, Q] -> [G, E]
+    last_seen = jnp.max(num_seen, axis=1)  # [G]; a weight of 0 would not mute NaN in later slots
     q_tile = _rows(q, tiles.rows).reshape(G, Q, n, N // n, d)
     q_tile = q_tile.transpose(0, 2, 4, 1, 3).reshape(G, n, d, E)
 
-    def block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add(
+        carry: tuple[Array, Array, Array],
+        k: Float[Array, "G n C d"],
+        v: Float[Array, "G n C d"],
+        seen: Bool[Array, "G C E"],
+    ) -> tuple[Array, Array, Array]:
         top, total, out = carry
-        pages = table[:, i]  # [G, block_pages]
-        k = _pages(cache.k, layer, pages)  # [G, n, C, d]
-        v = _pages(cache.v, layer, pages)
-        key = i * C + jnp.arange(C, dtype=jnp.int32)[None]  # [1, C]
-        v = jnp.where((key < num_keys[:, None])[:, None, :, None], v, 0)
         # The keys come first so that the product reads them as they lie, heads apart.
         scores = jnp.einsum("gncd,gnde->gnce", k, q_tile, preferred_element_type=jnp.float32)
-        seen = key[:, :, None] < num_seen[:, None]  # [G, C, E]
         scores = jnp.where(seen[:, None], scores * scale, -jnp.inf).swapaxes(2, 3)  # [G, n, E, C]
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         shift = jnp.where(new_top == -jnp.inf, 0, new_top)  # a row that has seen nothing yet
@@ -162,16 +222,55 @@ def attend(
         )
         return new_top, total, out * fade[..., None] + new
 
+    def block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        pages = table[:, i]  # [G, block_pages]
+        k = _pages(cache.k, layer, pages)  # [G, n, C, d]
+        v = _pages(cache.v, layer, pages)
+        key = i * C + jnp.arange(C, dtype=jnp.int32)[None]  # [1, C]
+        v = jnp.where((key < last_seen[:, None])[:, None, :, None], v, 0)
+        seen = key[:, :, None] < num_seen[:, None]  # [G, C, E]
+        if first_seen is not None:
+            seen &= key[:, :, None] >= first_seen[:, None]
+        return add(carry, k, v, seen)
+
     carry = (
         jnp.full((G, n, E), -jnp.inf, jnp.float32),
         jnp.zeros((G, n, E), jnp.float32),
         jnp.zeros((G, n, E, d), jnp.float32),
     )
     num_blocks = (jnp.max(num_keys) + C - 1) // C
-    _, total, out = jax.lax.fori_loop(0, num_blocks, block, carry)
+    first_block = 0
+    if first_seen is not None:
+        reached = jnp.min(jnp.where(num_seen > 0, first_seen, jnp.max(num_keys)))
+        first_block = jnp.maximum(reached, 0) // C
+    carry = jax.lax.fori_loop(first_block, num_blocks, block, carry)
+    if view.visible is not None:
+        assert cache.node_k is not None and cache.node_v is not None
+        k, v = (
+            _rows(nodes[layer], tiles.request).swapaxes(1, 2)  # [B, X, n, d] -> [G, n, X, d]
+            for nodes in (cache.node_k, cache.node_v)
+        )
+        seen = (tiles.rows < T)[:, :, None] & _rows(view.visible, tiles.rows)  # [G, Q, X]
+        carry = add(carry, k, v, jnp.repeat(seen, N // n, axis=1).swapaxes(1, 2))
+    _, total, out = carry
     out = (out / jnp.where(total == 0, 1, total)[..., None]).astype(q.dtype)
     out = out.reshape(G, n, Q, N // n, d).transpose(0, 2, 1, 3, 4).reshape(G * Q, N, d)
     return out.at[tiles.place].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def _put(
+    pages: Float[Array, "L P S n d"],
+    layer: int,
+    rows: Float[Array, "T n d"],
+    slots: Int[AnyArray, "T"],
+) -> Float[Array, "L P S n d"]:
+    """Writes rows to slots of a layer; PAD and slots beyond the last one write nothing."""
+    L, P, S, n, d = pages.shape
+    flat = pages.reshape(L, P * S, n, d)
+    flat = flat.at[layer, slots].set(
+        rows.astype(pages.dtype), mode="drop", wrap_negative_indices=False
+    )
+    return flat.reshape(pages.shape)
 
 
 class _Tiles(NamedTuple):

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from jspec.rope import RopeConfig, check_above_0
 
 
 def check_at_least(owner: str, minimum: int, **fields: int) -> None:
@@ -19,13 +21,6 @@ def check_at_least(owner: str, minimum: int, **fields: int) -> None:
                 f"{owner}: `{name}` is {value!r}, wanted a plain int of at least {minimum}. "
                 f"Pass {name}={minimum} or more."
             )
-
-
-def _check_above_0(owner: str, **fields: float) -> None:
-    for name, value in fields.items():
-        # The comparison refuses NaN, too.
-        if not (isinstance(value, (int, float)) and value > 0):
-            raise ValueError(f"{owner}: {name} is {value!r}, wanted a number above 0.")
 
 
 def check_float_dtype(owner: str, dtype: DTypeLike) -> str:
@@ -86,11 +81,15 @@ class Buckets:
       tokens: flat token counts (T), ascending; the largest has a token for each request.
       num_drafts: smaller numbers of drafts that calls ask for, ascending from 0 on, beside the
         config's own.
+      axes: of the rows' positions: 3 for a target with M-RoPE.
+      embeds: steps may bring input embeddings, in the dtype of the drafter's weights.
     """
 
     requests: tuple[int, ...]
     tokens: tuple[int, ...]
     num_drafts: tuple[int, ...] = ()
+    axes: int = 1
+    embeds: bool = False
 
     def __post_init__(self):
         for name, least in (("requests", 1), ("tokens", 1), ("num_drafts", 0)):
@@ -108,100 +107,16 @@ class Buckets:
                 "requests that a step may have, which run a token each. Add a larger size."
             )
 
+        if self.axes not in (1, 3):
+            raise ValueError(f"Buckets: `axes` is {self.axes!r}, wanted 1, or 3 for M-RoPE.")
+
     def pairs(self) -> list[tuple[int, int]]:
         """Lists each (requests, tokens) that a step can have: at least a token a request."""
         return [(b, t) for b in self.requests for t in self.tokens if t >= b]
 
 
-RopeKind: TypeAlias = Literal["default", "linear", "llama3"]
-
-# Parameters of a rope in config.json that each kind needs, and our names for them.
-_ROPE_FIELDS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_len",
-    },
-}
-_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS["llama3"]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Chooses the frequencies of the rotary position embedding.
-
-    Attributes:
-      kind: "default"; "linear" divides positions by `factor`; "llama3" divides the low frequencies
-        by `factor`, keeps the high ones and blends in between.
-      theta: base of the geometric series of frequencies.
-      factor: how far the context is stretched.
-      low_freq_factor: frequencies that turn less often than this in the original context are low.
-      high_freq_factor: those that turn more often than this are high.
-      original_max_len: the context before stretching, in tokens.
-    """
-
-    kind: RopeKind = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_len: int = 0
-
-    def __post_init__(self):
-        _check_above_0("RopeConfig", theta=self.theta, factor=self.factor)
-        if self.kind == "llama3":
-            _check_above_0(
-                "RopeConfig",
-                low_freq_factor=self.low_freq_factor,
-                high_freq_factor=self.high_freq_factor,
-                original_max_len=self.original_max_len,
-            )
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads `rope_parameters`, or `rope_theta` with `rope_scaling`, of a config.json.
-
-        Raises:
-          ValueError: an unknown kind or parameter, or one that the kind needs is missing.
-        """
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(rope, Mapping):
-            raise ValueError(
-                f"RopeConfig: rope_parameters (or rope_scaling) is {rope!r}, wanted an object. "
-                "Correct the model's config.json."
-            )
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in tuple(_ROPE_FIELDS):  # a list, for one, has no hash
-            raise ValueError(
-                f"RopeConfig: rope type {kind!r} is not supported, wanted one of "
-                f"{', '.join(_ROPE_FIELDS)}. Its parameters are {dict(rope)}."
-            )
-        unknown = sorted(rope.keys() - _ROPE_KEYS)
-        if unknown:
-            raise ValueError(
-                f"RopeConfig: parameters {unknown} are not supported, wanted some of "
-                f"{sorted(_ROPE_KEYS)}. One set of parameters must serve all layers."
-            )
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(
-                f"RopeConfig: partial_rotary_factor is {rope['partial_rotary_factor']!r}, wanted "
-                "1.0: only whole heads are rotated."
-            )
-        missing = [key for key in _ROPE_FIELDS[kind] if rope.get(key) is None]
-        if missing:
-            raise ValueError(
-                f"RopeConfig: rope type {kind!r} needs {missing}, and the config has only "
-                f"{sorted(rope)}. Add them to rope_parameters (or rope_scaling)."
-            )
-        theta = rope.get("rope_theta", config.get("rope_theta"))
-        fields = {name: rope[key] for key, name in _ROPE_FIELDS[kind].items()}
-        return cls(kind=kind, theta=cls.theta if theta is None else theta, **fields)
-
-
-_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_MODEL_TYPES = ("llama", "mimo", "qwen2", "qwen3")
+_QKV_BIAS_ONLY = ("mimo", "qwen2")
 
 # Options of config.json that we do not implement, and the values that leave a model unchanged.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -218,7 +133,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shapes a decoder of the Llama family: Llama, SmolLM2, Qwen2, Qwen3.
+    """Shapes a decoder of the Llama family: Llama, SmolLM2, MiMo, Qwen2, Qwen3.
 
     Attributes:
       vocab_size: rows of the embedding and of the head (V).
@@ -236,9 +151,10 @@ class ModelConfig:
       qk_norm: each query and key head is normed before rotation.
       max_positions: longest context that the model was made for, in tokens.
       eos_token_ids: tokens that end a text.
+      model_type: what config.json calls the model, for messages: equal configs may differ in it.
 
     Raises:
-      ValueError: a size is below 1, or heads do not divide.
+      ValueError: a size is below 1, heads do not divide, or M-RoPE's sections are no half of one.
     """
 
     vocab_size: int
@@ -256,6 +172,7 @@ class ModelConfig:
     qk_norm: bool = False
     max_positions: int = 8192
     eos_token_ids: tuple[int, ...] = ()
+    model_type: str = field(default="llama", compare=False)
 
     def __post_init__(self):
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -263,7 +180,7 @@ class ModelConfig:
         check_at_least("ModelConfig", 1, **{name: getattr(self, name) for name in sizes})
         for token in self.eos_token_ids:
             check_at_least("ModelConfig", 0, eos_token_id=token)
-        _check_above_0("ModelConfig", rms_norm_eps=self.rms_norm_eps)
+        check_above_0("ModelConfig", rms_norm_eps=self.rms_norm_eps)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"ModelConfig: num_kv_heads is {self.num_kv_heads}, wanted a divisor of num_heads "
@@ -273,6 +190,12 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig: head_dim is {self.head_dim}, wanted an even number: rotation pairs "
                 "the lanes of a head."
+            )
+        sections = self.rope.mrope_section
+        if sections is not None and sum(sections) != self.head_dim // 2:
+            raise ValueError(
+                f"ModelConfig: mrope_section is {sections}, {sum(sections)} frequencies, wanted "
+                f"{self.head_dim // 2} together: half of head_dim = {self.head_dim}."
             )
 
     @classmethod
@@ -284,7 +207,7 @@ class ModelConfig:
 
         Raises:
           ValueError: the model type, the kind of rope or an option is not supported, or a size is
-            missing.
+            missing. NotImplementedError: XD-RoPE.
         """
         config = _read_hf(source)
         model_type = config.get("model_type")
@@ -310,10 +233,11 @@ class ModelConfig:
             head_dim=config.get("head_dim") or hidden_size // heads,
             rope=RopeConfig.from_hf(config),
             tie_embeddings=bool(config.get("tie_word_embeddings")),
-            qkv_bias=config.get("qkv_bias", attention_bias or model_type == "qwen2"),
-            o_bias=attention_bias and model_type != "qwen2",
+            qkv_bias=config.get("qkv_bias", attention_bias or model_type in _QKV_BIAS_ONLY),
+            o_bias=attention_bias and model_type not in _QKV_BIAS_ONLY,
             qk_norm=model_type == "qwen3",
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            model_type=model_type,
             **{name: config[key] for key, name in optional.items() if key in config},
         )
 

@@ -8,24 +8,35 @@ runs two executables a step (`target_step`, `jspec.step`) and reads their tokens
 import dataclasses
 import functools
 import math
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jspec import api, metadata, proposers, scheduling, verify
-from jspec.axes import PAD_TOKEN
-from jspec.cache import KVCache, init_cache
+from jspec import api, metadata, proposers, rejection, sampling, scheduling, verify
+from jspec.adaptive import Adaptive, BatchSizeSchedule
+from jspec.axes import PAD_SLOT, PAD_TOKEN
+from jspec.cache import KVCache, init_cache, keep_nodes, with_nodes
 from jspec.checkpoint import Model
 from jspec.config import Buckets, CacheConfig
 from jspec.metrics import SpecDecodingStats
 from jspec.models import llama
+from jspec.sampling_params import SamplingParams, sampling_params
 from jspec.scheduling import Generation, OnTokens, Rows, Scheduler
-from jspec.state import Drafts, Params, Scheduled, State, Verified
+from jspec.state import Drafts, PagedView, Params, Scheduled, State, Verified
+
+Verification: TypeAlias = Literal["match", "rejection", "block"]
+"""How drafts are verified where tokens are sampled: as those that the target draws itself, or by
+chance, each for itself or as a block (see `jspec.rejection`)."""
+
+_MEASUREMENTS = 5
+"""Of each shape, before the first step of a loop that wants to know what they take."""
 
 
 @dataclass
@@ -62,9 +73,55 @@ class Report:
         return (self.num_tokens - self.prompt_tokens) / max(seconds, 1e-9)
 
 
+class Ran(NamedTuple):
+    """What a drafter reads of a pass, beside its schedule.
+
+    Attributes:
+      hidden: [T, len(hidden_layers) * D]; None if none was wanted.
+      token_ids: where drafts were trees: the rows with the accepted nodes as a chain.
+      draft_seed: of the next drafts, where it is not the request's.
+    """
+
+    hidden: Float[Array, "T Dh"] | None
+    token_ids: Int[Array, "T"] | None = None
+    draft_seed: Int[Array, "B"] | None = None
+
+    def join(self, scheduled: Scheduled, *, sampling: bool) -> Scheduled:
+        """Returns the step as the drafter reads it: trees have become chains.
+
+        Args:
+          scheduled: what the target ran.
+          sampling: the drafter reads temperatures and seeds.
+        """
+        seed = scheduled.seed if self.draft_seed is None else self.draft_seed
+        return dataclasses.replace(
+            scheduled,
+            token_ids=scheduled.token_ids if self.token_ids is None else self.token_ids,
+            hidden=self.hidden,
+            draft_parents=None,
+            temperature=scheduled.temperature if sampling else None,
+            seed=seed if sampling else None,
+            **dict.fromkeys(("top_k", "top_p", "min_p")),
+        )
+
+
+class DraftProbs(NamedTuple):
+    """What the drafts of a step were drawn from; stays on the device.
+
+    Attributes:
+      probs: over the target's vocabulary.
+      slot: `request_slot` of the step that they were drawn after: rows move between steps.
+    """
+
+    probs: Float[Array, "B K V"]
+    slot: Int[Array, "B"]
+
+
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "width", "columns", "hidden_layers"),
+    static_argnames=(
+        *("config", "width", "columns", "hidden_layers", "tree_depth", "verification"),
+    ),
     donate_argnames="cache",
 )
 def target_step(
@@ -76,8 +133,16 @@ def target_step(
     width: int,
     columns: int | None = None,
     hidden_layers: tuple[llama.HiddenId, ...] = (),
-) -> tuple[Verified, Float[Array, "T D"] | None, KVCache]:
-    """Runs the target over a step's rows and verifies its drafts greedily: one executable.
+    tree_depth: int | None = None,
+    verification: Verification = "match",
+    draft_probs: DraftProbs | None = None,
+) -> tuple[Verified, Ran, KVCache]:
+    """Runs the target over a step's rows and verifies its drafts: one executable.
+
+    A token that the target gives is its best one, or where the step has temperatures a draw from
+    its distribution that depends on seed and position alone. So the kept tokens are those of plain
+    decoding with these seeds, whatever was drafted; with another `verification` than "match" they
+    have the same distribution, and more drafts are kept.
 
     Args:
       config: the target's ModelConfig.
@@ -88,31 +153,122 @@ def target_step(
       columns: width of the result (W), by default `width`: a step without drafts need not be a
         shape of its own for the drafter.
       hidden_layers: hidden states to return; see `jspec.models.llama.forward`.
+      tree_depth: where drafts are trees: most tokens from the root to a node.
+      verification: for steps that have temperatures; of trees "match".
+      draft_probs: of the step before, where its drafts were drawn; else drafts are verified as
+        tokens that follow from the context, which is lossless, too, and keeps fewer.
 
     Returns:
-      (verified [B, W], hidden [T, len(hidden_layers) * D] or None, cache).
+      (verified [B, W], ran, cache).
     """
     view = metadata.paged_view(
         scheduled, page_size=cache.page_size, max_model_len=cache.max_model_len
     )
+    parents = scheduled.draft_parents if width > 1 else None
+    page_slots = view.slots
+    if parents is not None:
+        assert tree_depth is not None
+        view = metadata.tree_view(view, scheduled, depth=tree_depth)
+        cache = with_nodes(cache, *parents.shape)
     num_rows = scheduled.token_ids.shape[0]
     column = jnp.arange(width, dtype=jnp.int32)[None]  # [1, W]
     rows = (scheduled.query_start[1:] - 1 - scheduled.num_drafts)[:, None] + column  # [B, W]
     rows = jnp.clip(rows, 0, num_rows - 1)  # columns past num_drafts are never kept
+    scores_each_once = num_rows < rows.size  # rows are fewer than the columns that show them
     logits, hidden, cache = llama.forward(
         config,
         params,
         scheduled.token_ids,
         view,
         cache,
-        logit_rows=rows.reshape(-1),
+        logit_rows=jnp.arange(num_rows) if scores_each_once else rows.reshape(-1),
         hidden_layers=hidden_layers,
     )
+    if scores_each_once:
+        logits = logits.at[rows.reshape(-1)].get(mode="clip")  # [T, V] -> [B * W, V]
+    logits = _constrain(logits, scheduled, width)
     drafts = scheduled.token_ids.at[rows[:, 1:]].get(mode="fill", fill_value=PAD_TOKEN)
-    verified, _ = verify.greedy(logits.reshape(*rows.shape, -1), drafts, scheduled.num_drafts)
-    missing = ((0, 0), (0, (columns or width) - width))
+    ran = Ran(hidden)
+    if parents is not None and tree_depth is not None:
+        count = scheduled.num_drafts
+        chosen = _choose(logits, scheduled, view, rows)  # [B, W]
+        verified, path, accepted = verify.tree(chosen, drafts, parents, count, depth=tree_depth)
+        behind = rows[:, 1 : tree_depth + 1]  # rows at the positions that accepted nodes get
+        cache = keep_nodes(cache, path, page_slots.at[behind].get(mode="clip"))
+        ran = Ran(*metadata.path_as_chain(scheduled, hidden, path, accepted))
+    elif scheduled.temperature is not None and verification != "match":
+        verified, draft_seed = _by_chance(
+            verification, logits, drafts, scheduled, _places(view, rows)[:, 0], draft_probs
+        )
+        ran = Ran(hidden, draft_seed=draft_seed)
+    else:
+        chosen = _choose(logits, scheduled, view, rows)  # [B, W]
+        verified, _ = verify.chain(chosen, drafts, scheduled.num_drafts)
+    missing = ((0, 0), (0, (columns or width) - verified.tokens.shape[1]))
     tokens = jnp.pad(verified.tokens, missing, constant_values=PAD_TOKEN)
-    return Verified(tokens=tokens), hidden, cache
+    return Verified(tokens=tokens), ran, cache
+
+
+def _choose(
+    logits: Float[Array, "R V"], scheduled: Scheduled, view: PagedView, rows: Int[Array, "B W"]
+) -> Int[Array, "B W"]:
+    """Returns the target's token after each row: the best one, or a draw where asked for."""
+    if scheduled.temperature is None or scheduled.seed is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32).reshape(rows.shape)
+    temperature, seed = (
+        jnp.repeat(x, rows.shape[1]) for x in (scheduled.temperature, scheduled.seed)
+    )
+    place = _places(view, rows).reshape(-1)
+    drawn = sampling.draw(logits, temperature, seed, place, stream=rejection.TARGET_STREAM)
+    return drawn.reshape(rows.shape)
+
+
+def _places(view: PagedView, rows: Int[Array, "B W"]) -> Int[Array, "B W"]:
+    """Returns the place that the token after each row has in its request."""
+    return view.positions.at[rows].get(mode="clip") + 1
+
+
+def _constrain(logits: Float[Array, "R V"], scheduled: Scheduled, width: int) -> Array:
+    """Takes out what the requests' constraints exclude, where there are any."""
+    constraints = (scheduled.top_k, scheduled.top_p, scheduled.min_p)
+    if all(x is None for x in constraints):
+        return logits
+    numbers = (
+        None if x is None else jnp.repeat(x, width) for x in (scheduled.temperature, *constraints)
+    )
+    return sampling.constrain(logits, *numbers)
+
+
+def _by_chance(
+    method: Literal["rejection", "block"],
+    logits: Float[Array, "R V"],
+    drafts: Int[Array, "B K"],
+    scheduled: Scheduled,
+    place: Int[Array, "B"],
+    draft_probs: DraftProbs | None,
+) -> tuple[Verified, Int[Array, "B"] | None]:
+    """Verifies drafts by chance; returns the seeds of the next ones, too, where they change."""
+    B, K = drafts.shape
+    logits = logits.reshape(B, K + 1, -1)
+    probs = None
+    if draft_probs is not None:
+        slot = scheduled.request_slot[:, None]
+        is_same = (slot == draft_probs.slot[None]) & (slot >= 0)  # [B, B of the step before]
+        row = jnp.argmax(is_same, axis=1)
+        probs = draft_probs.probs[:, :K].at[row].get(mode="clip")
+        certain = jax.nn.one_hot(drafts, logits.shape[2], dtype=probs.dtype)
+        probs = jnp.where(is_same.any(axis=1)[:, None, None], probs, certain)
+    assert scheduled.temperature is not None and scheduled.seed is not None
+    verified, _ = rejection.sampled(
+        *(method, logits, drafts, scheduled.num_drafts),
+        temperature=scheduled.temperature,
+        seed=scheduled.seed,
+        position=place,
+        probs=probs,
+    )
+    if method == "rejection" or draft_probs is None:
+        return verified, None
+    return verified, rejection.draft_seed(scheduled.seed, place)
 
 
 def generate(
@@ -127,10 +283,18 @@ def generate(
     chunk_size: int = 64,
     stop_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
+    drafting: Adaptive | BatchSizeSchedule | None = None,
+    temperature: float | Sequence[float] | None = None,
+    seed: int | Sequence[int] | None = None,
+    top_k: int | Sequence[int] | None = None,
+    top_p: float | Sequence[float] | None = None,
+    min_p: float | Sequence[float] | None = None,
+    verification: Verification = "match",
 ) -> Report:
-    """Continues prompts greedily with speculative decoding.
+    """Continues prompts with speculative decoding, greedily unless there is a temperature.
 
-    The tokens equal `generate_plain`'s, whatever the drafter does.
+    The tokens equal `generate_plain`'s, whatever the drafter does; with a temperature and another
+    `verification` than "match" they have the same distribution.
 
     Args:
       model: the target, from `jspec.load`.
@@ -143,14 +307,24 @@ def generate(
       chunk_size: most rows of a pass; longer prompts are read in chunks.
       stop_ids: ids that end a request; by default the model's.
       on_tokens: called after each step for each request that got tokens.
+      drafting: how much a step drafts and verifies; None = all that the drafter can draft.
+      temperature: of all prompts, or one for each; None and 0 are greedy.
+      seed: as `temperature`; by default 0. Prompts that are alike and share a seed get the same
+        tokens.
+      top_k: most tokens to draw from; 0 and -1 = all. As `temperature`, as those below.
+      top_p: chance that the tokens to draw from have together; 1 = all.
+      min_p: least chance of a token, as a part of the best one's; 0 = all.
+      verification: "match" keeps drafts that the target draws itself; "rejection" and "block" keep
+        more of the drafts of drafters with draft_sampling="probabilistic".
 
     Returns:
       The continuations with counts and times.
 
     Raises:
       ValueError: a prompt is empty, too long or holds an id outside the vocabulary; a size is
-        below 1; the cache cannot hold the longest request, or is for longer ones than the model.
-        Raised before anything compiles.
+        below 1; the cache cannot hold the longest request, or is for longer ones than the model;
+        `drafting` or `verification` does not fit the drafter; a number of the sampling is out of
+        range. Raised before anything compiles.
     """
     engine = Engine(
         model,
@@ -162,6 +336,15 @@ def generate(
         cache=cache,
         chunk_size=chunk_size,
         stop_ids=stop_ids,
+        drafting=drafting,
+        verification=verification,
+        **{
+            "temperature": temperature,
+            "seed": seed,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+        },
     )
     return engine.run(on_tokens)
 
@@ -175,13 +358,21 @@ def generate_plain(
     chunk_size: int = 64,
     stop_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
+    temperature: float | Sequence[float] | None = None,
+    seed: int | Sequence[int] | None = None,
+    top_k: int | Sequence[int] | None = None,
+    top_p: float | Sequence[float] | None = None,
+    min_p: float | Sequence[float] | None = None,
 ) -> Report:
-    """Continues prompts greedily, one by one and token by token: the oracle of `generate`.
+    """Continues prompts one by one and token by token: the oracle of `generate`.
 
     Args, Returns, Raises: as `generate`.
     """
     prompts = list(prompts)
     limits = scheduling.limits(model, prompts, max_tokens, 1, cache, chunk_size)
+    numbers = {"temperature": temperature, "seed": seed}
+    numbers |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    params = sampling_params("generate_plain", len(prompts), **numbers)
     stops = frozenset(model.stop_ids if stop_ids is None else stop_ids)
     report = Report([], SpecDecodingStats.new(1))
     kv = _target_cache(model, limits)
@@ -199,6 +390,8 @@ def generate_plain(
                 num_requests=1,
                 pages_per_request=limits.pages_per_request,
             )
+            if params is not None:
+                scheduled = params.join(scheduled, [index])
             verified, _, kv = target_step(
                 model.config, model.params, kv, jax.device_put(scheduled), width=1
             )
@@ -236,11 +429,26 @@ class Engine:
         cache: CacheConfig | None = None,
         chunk_size: int = 64,
         stop_ids: Sequence[int] | None = None,
+        drafting: Adaptive | BatchSizeSchedule | None = None,
+        verification: Verification = "match",
+        **numbers: Any,
     ):
         proposer = proposers.of(config)
         self.on_host = proposer.kind == "host"
-        self.hidden_layers = proposer.reads(config).hidden_layers
+        reads = proposer.reads(config)
+        self.hidden_layers, self.drafts_sampled = reads.hidden_layers, reads.sampling
+        tree = proposer.tree(config)
+        self.tree_depth = None if tree is None else tree.depth
         prompts = list(prompts)
+        self.sampling = sampling_params("generate", len(prompts), **numbers)
+        self.verification: Verification = verification
+        _check_verification(verification, proposer.name, self.tree_depth)
+        if reads.sampling and self.sampling is None:
+            raise ValueError(
+                f"generate: `temperature` is None, and {proposer.name} samples its drafts "
+                "(draft_sampling='probabilistic'). Pass a temperature, 0 for greedy decoding, or "
+                "choose draft_sampling='greedy'."
+            )
         limits = scheduling.limits(
             *(model, prompts, max_tokens, max_requests, cache, chunk_size),
             vocab_size=config.vocab_size,
@@ -255,22 +463,76 @@ class Engine:
             num_drafts=config.num_drafts,
             chunk_size=chunk_size,
             stop_ids=model.stop_ids if stop_ids is None else stop_ids,
+            tree_depth=self.tree_depth,
+            drafting=drafting,
         )
         with jax.default_device(self.device):
             self.state: State = api.init(config, params, cache=limits, max_requests=max_requests)
-            self.cache = _target_cache(model, limits)
+            # Committed, as what the steps return: warmed steps then never compile again.
+            self.cache = jax.device_put(_target_cache(model, limits), self.device)
+            self.draft_probs = None
+            if reads.sampling and verification != "match":
+                shape = (max_requests, config.num_drafts, model.config.vocab_size)
+                slot = jnp.full(max_requests, PAD_SLOT, jnp.int32)
+                nothing = DraftProbs(jnp.zeros(shape, jnp.float32), slot)
+                self.draft_probs = jax.device_put(nothing, self.device)
         self.report = Report(self.scheduler.generations, self.scheduler.stats)
 
     def warmup(self) -> None:
-        """Compiles every shape that the loop runs, with no request in it."""
+        """Compiles every shape that the loop runs, with no request in it; measures them if asked.
+
+        The drafter has an executable for each number of rows and of drafts, the target one for each
+        number of rows: 3 * 1 and 3 without `drafting`, 4 * 3 and 4 with `Adaptive()`.
+        """
         scheduler = self.scheduler
-        tokens = tuple(sorted({num_rows for num_rows, _ in scheduler.shapes}))
-        api.warmup(self.state, Buckets(requests=(scheduler.max_requests,), tokens=tokens))
+        most, levels = self.state.config.num_drafts, scheduler.policy.levels
+        buckets = Buckets(
+            requests=(scheduler.max_requests,),
+            tokens=tuple(sorted({num_rows for num_rows, _ in scheduler.shapes})),
+            num_drafts=tuple(level for level in levels if level < most),
+        )
+        api.warmup(self.state, buckets)
         for num_rows, width in scheduler.shapes:
-            self._run_target(jax.device_put(scheduler.pack([], num_rows), self.device), width)
+            self._run_target(self._put(scheduler.pack([], num_rows)), width)
+        if self.draft_probs is not None:
+            for level in levels:
+                _widen(self.draft_probs.probs[:, :level], most)
+        if not scheduler.policy.has_costs:
+            self._measure()
+
+    def _measure(self) -> None:
+        """Times passes without a request in them, in turns, so that noise meets all alike."""
+        scheduler = self.scheduler
+        levels, shapes = scheduler.policy.levels, scheduler.shapes[:-1]
+        passes, drafts = defaultdict(list), defaultdict(list)
+        for _ in range(_MEASUREMENTS):
+            scheduler.num_drafts = levels[0]
+            for num_rows, width in shapes:
+                begin = time.perf_counter()
+                self._run(scheduler.pack([], num_rows), width)
+                passes[num_rows].append(time.perf_counter() - begin)
+            for level in levels:
+                scheduler.num_drafts = level
+                # A host drafter takes the same time for fewer drafts: it cuts what it found.
+                drafts[level].append(0.0 if self.on_host else self._time_drafter())
+        median = {level: statistics.median(seconds) for level, seconds in drafts.items()}
+        extra = {level: seconds - median[levels[0]] for level, seconds in median.items()}
+        scheduler.policy.take_costs(passes, extra)
+        self.report.draft_seconds = 0.0
+
+    def _time_drafter(self) -> float:
+        num_rows, width = self.scheduler.shapes[0]
+        scheduled = self._put(self.scheduler.pack([], num_rows))
+        verified, ran = jax.block_until_ready(self._run_target(scheduled, width))
+        begin = time.perf_counter()
+        self._draft(ran.join(scheduled, sampling=self.drafts_sampled), verified)
+        jax.block_until_ready(self.state.memory)
+        return time.perf_counter() - begin
 
     def run(self, on_tokens: OnTokens | None = None) -> Report:
         """Steps until every prompt is done."""
+        if not self.scheduler.policy.has_costs:
+            self.warmup()
         begin = time.perf_counter()
         while self.step(on_tokens):
             pass
@@ -279,32 +541,52 @@ class Engine:
 
     def step(self, on_tokens: OnTokens | None = None) -> bool:
         """Runs one pass of the target and one of the drafter; False when all prompts are done."""
+        if not self.scheduler.policy.has_costs:
+            self.warmup()
         begin = time.perf_counter()
         for request in self.scheduler.admit():
             self.state = api.admit(self.state, request.slot, request.tokens)
         if not self.scheduler.running:
             return False
         rows, (num_rows, width) = self.scheduler.schedule()
-        scheduled = self.scheduler.pack(rows, num_rows)
-        on_device = jax.device_put(scheduled, self.device)
-        verified, hidden = self._run_target(on_device, width)
-        if self.on_host:
-            verified = jax.device_get(verified)
-            drafts = self._draft(scheduled, verified)
-        else:
-            drafts = self._draft(dataclasses.replace(on_device, hidden=hidden), verified)
-            verified, drafts = jax.device_get((verified, drafts))  # the one read of a step
+        has_prompt = any(len(row.token_ids) - row.num_drafts > 1 for row in rows)
+        verified, drafts = self._run(self.scheduler.pack(rows, num_rows), width)
+        if not has_prompt:
+            seconds = time.perf_counter() - begin
+            self.scheduler.policy.clock(num_rows, self.scheduler.num_drafts, seconds)
         num_tokens, ended = self.scheduler.keep(rows, verified.tokens, drafts, on_tokens)
         for slot in ended:
             self.state = api.release(self.state, slot)
         self.report.num_steps += 1
-        if any(len(row.token_ids) - row.num_drafts > 1 for row in rows):
+        if has_prompt:
             self.report.prompt_seconds += time.perf_counter() - begin
             self.report.prompt_tokens += num_tokens
         return True
 
-    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, Array | None]:
-        verified, hidden, self.cache = target_step(
+    def _run(self, scheduled: Scheduled, width: int) -> tuple[Verified, Drafts]:
+        """Runs the target, then the drafter; brings both results to the host."""
+        on_device = self._put(scheduled)
+        verified, ran = self._run_target(on_device, width)
+        if self.on_host:
+            verified = jax.device_get(verified)
+            return verified, self._draft(scheduled, verified)
+        drafts = self._draft(ran.join(on_device, sampling=self.drafts_sampled), verified)
+        if self.draft_probs is not None:
+            probs = _widen(drafts.probs, self.state.config.num_drafts)
+            self.draft_probs = DraftProbs(probs, on_device.request_slot)
+        drafts = dataclasses.replace(drafts, probs=None)
+        return jax.device_get((verified, drafts))  # the one read of a step
+
+    def _put(self, scheduled: Scheduled) -> Scheduled:
+        """Brings a step to the device, with what its requests are sampled by."""
+        if self.sampling is not None:
+            slots = scheduled.request_slot[scheduled.request_slot != PAD_SLOT]
+            running = self.scheduler.running
+            scheduled = self.sampling.join(scheduled, [running[int(s)].index for s in slots])
+        return jax.device_put(scheduled, self.device)
+
+    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, Ran]:
+        verified, ran, self.cache = target_step(
             self.model.config,
             self.model.params,
             self.cache,
@@ -312,12 +594,17 @@ class Engine:
             width=width,
             columns=self.scheduler.width,
             hidden_layers=self.hidden_layers,
+            tree_depth=self.tree_depth,
+            verification=self.verification,
+            draft_probs=self.draft_probs,
         )
-        return verified, hidden
+        return verified, ran
 
     def _draft(self, scheduled: Scheduled, verified: Verified) -> Drafts:
         begin = time.perf_counter()
-        self.state, drafts = api.step(self.state, scheduled, verified)
+        self.state, drafts = api.step(
+            self.state, scheduled, verified, num_drafts=self.scheduler.num_drafts
+        )
         self.report.draft_seconds += time.perf_counter() - begin
         return drafts
 
@@ -329,3 +616,22 @@ def _target_cache(model: Model, limits: CacheConfig) -> KVCache:
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
     )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _widen(probs: Float[Array, "B K V"], columns: int) -> Float[Array, "B columns V"]:
+    """Adds columns without a draft: whatever was drafted, the target has the same executables."""
+    return jnp.pad(probs, ((0, 0), (0, columns - probs.shape[1]), (0, 0)))
+
+
+def _check_verification(verification: str, method: str, tree_depth: int | None) -> None:
+    choices = get_args(Verification)
+    if verification not in choices:
+        raise ValueError(
+            f"generate: `verification` is {verification!r}, wanted one of {', '.join(choices)}."
+        )
+    if tree_depth is not None and verification != "match":
+        raise ValueError(
+            f"generate: `verification` is {verification!r}, and {method} drafts trees, which are "
+            "verified by 'match' alone. Choose that, or a drafter with tree=None."
+        )

@@ -7,6 +7,7 @@ from jspec.checkpoint import Model
 from jspec.config import CacheConfig
 from jspec.decode import Engine, Report, generate_plain
 from jspec.scheduling import OnTokens
+from jspec.state import Params
 
 
 def identical(report: Report, plain: Report) -> bool:
@@ -58,6 +59,7 @@ def run(
     model: Model,
     prompts: Sequence[Sequence[int]],
     config: Any = None,
+    params: Params = None,
     *,
     max_tokens: int,
     cache: CacheConfig,
@@ -70,6 +72,7 @@ def run(
       model: the target.
       prompts: token ids.
       config: the drafter's; None for plain decoding.
+      params: the drafter's weights.
       max_tokens: most tokens to add to each prompt.
       cache: sizes; runs that are compared take the same.
       max_requests: prompts decoded at the same time (with a drafter).
@@ -79,6 +82,6 @@ def run(
     if config is None:
         generate_plain(model, [[0, 0]], max_tokens=2, cache=cache, stop_ids=())
         return generate_plain(model, prompts, on_tokens=on_tokens, **sizes)
-    engine = Engine(model, prompts, config, max_requests=max_requests, **sizes)
+    engine = Engine(model, prompts, config, params, max_requests=max_requests, **sizes)
     engine.warmup()
     return engine.run(on_tokens)

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.axes import AnyArray
 
@@ -19,30 +19,117 @@ def draw(
 
     Args:
       logits: scores of every token.
-      temperature: 0 takes the best token, the lowest id on ties.
+      temperature: anything but a number above 0 (0, negative, NaN) takes the best token, the lowest
+        id on ties.
       seed: of the request.
       position: place of the drawn token in its request; a place draws once a stream.
       stream: who draws: drafts and verification must not share their random numbers.
 
+    Returns:
+      A token of each row; 0 of a row with NaN.
+
     Source: the Gumbel-max trick, arXiv 1611.01144.
     """
 
-    def noise(seed: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), stream)
-        return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
+    scores, is_random = _scores(logits, temperature)
+    noisy = scores + gumbel(seed, position, logits.shape[1], stream=stream)
+    return jnp.argmax(jnp.where(is_random, noisy, scores), axis=-1).astype(jnp.int32)
 
-    temperature = jnp.asarray(temperature, jnp.float32)[:, None]
-    scaled = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1)
-    noisy = scaled + jax.vmap(noise)(jnp.asarray(seed), jnp.asarray(position))
-    return jnp.argmax(jnp.where(temperature > 0, noisy, scaled), axis=-1).astype(jnp.int32)
+
+def gumbel(
+    seed: Int[AnyArray, "B"], position: Int[AnyArray, "B"], size: int, *, stream: int
+) -> Float[Array, "B size"]:
+    """Returns the noise that `draw` adds to scores: a row's own, and below infinity.
+
+    Args:
+      seed, position, stream: as `draw`.
+      size: tokens (V).
+    """
+
+    def noise(key: Array) -> Array:
+        return jax.random.gumbel(key, (size,), jnp.float32)
+
+    return jax.vmap(noise)(keys(seed, position, stream=stream))
+
+
+def keys(seed: Int[AnyArray, "B"], position: Int[AnyArray, "B"], *, stream: int) -> Array:
+    """Returns the random key of each request's place; `seed`, `position`, `stream`: as `draw`."""
+
+    def one(seed: Array, position: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), stream)
+
+    return jax.vmap(one)(jnp.asarray(seed), jnp.asarray(position))
+
+
+def constrain(
+    logits: Float[Array, "B V"],
+    temperature: Float[AnyArray, "B"],
+    top_k: Int[AnyArray, "B"] | None = None,
+    top_p: Float[AnyArray, "B"] | None = None,
+    min_p: Float[AnyArray, "B"] | None = None,
+) -> Float[Array, "B V"]:
+    """Takes the tokens that a request must not get out of its distribution, as vLLM does.
+
+    First goes what `min_p` excludes, then what `top_k` does, then what `top_p` does of the chances
+    that are left. In: chances [[.4 .3 .2 .1]], temperature [1], top_p [.7]. Out: ids 2 and 3 get
+    -inf.
+
+    Args:
+      logits: scores of every token.
+      temperature: that the constraints hold at, as `draw`. Greedy rows stay as they are: no
+        constraint excludes the best token.
+      top_k: keeps that many tokens and what equals the last of them; below 1 and above V keep all.
+      top_p: keeps the fewest best tokens whose chances reach it, of equals the lowest ids first,
+        and at least one; numbers outside 0..1 and these two keep all.
+      min_p: keeps tokens with at least this part of the best one's chance; 0 keeps all.
+
+    Returns:
+      The logits, not divided by the temperature, with -inf in the place of what is excluded: what
+      `draw` and `distribution` take, with the same temperature.
+
+    Source: vLLM v1/sample/logits_processor/builtin.py, MinPLogitsProcessor, and
+      v1/sample/ops/topk_topp_sampler.py, apply_top_k_top_p.
+    """
+    V = logits.shape[1]
+    scores, is_random = _scores(logits, temperature)
+    if min_p is not None:
+        chances = jax.nn.softmax(scores, axis=-1)
+        least = jnp.asarray(min_p, jnp.float32)[:, None] * chances.max(axis=-1, keepdims=True)
+        scores = jnp.where(chances < least, -jnp.inf, scores)
+    if top_k is not None or top_p is not None:
+        order = jnp.argsort(scores, axis=-1, descending=True, stable=True)
+        ranked = jnp.take_along_axis(scores, order, axis=-1, mode="clip")  # best first
+        if top_k is not None:
+            k = jnp.asarray(top_k)[:, None]
+            last = jnp.where((k > 0) & (k < V), k, V) - 1
+            lowest = jnp.take_along_axis(ranked, last, axis=-1, mode="clip")
+            ranked = jnp.where(ranked < lowest, -jnp.inf, ranked)
+        if top_p is not None:
+            p = jnp.asarray(top_p, jnp.float32)[:, None]
+            rest = jax.lax.cumsum(jax.nn.softmax(ranked, axis=-1), axis=1, reverse=True)
+            excluded = ((p > 0) & (p < 1) & (rest <= 1 - p)).at[:, 0].set(False)
+            ranked = jnp.where(excluded, -jnp.inf, ranked)
+        row = jnp.arange(len(order), dtype=order.dtype)[:, None]
+        scores = scores.at[row, order].set(ranked, mode="drop", unique_indices=True)
+    return jnp.where(is_random & (scores == -jnp.inf), -jnp.inf, logits)
 
 
 def distribution(
     logits: Float[Array, "B V"], temperature: Float[AnyArray, "B"]
 ) -> Float[Array, "B V"]:
-    """Returns what `draw` draws from; at temperature 0 all mass lies on the best token."""
+    """Returns what `draw` draws from; where that is no chance, all mass lies on its token."""
+    scores, is_random = _scores(logits, temperature)
+    certain = jax.nn.one_hot(jnp.argmax(scores, axis=-1), scores.shape[-1], dtype=jnp.float32)
+    softmax = jax.nn.softmax(scores, axis=-1)
+    return jnp.where(is_random & ~jnp.isnan(softmax), softmax, certain)
+
+
+def _scores(
+    logits: Float[Array, "B V"], temperature: Float[AnyArray, "B"]
+) -> tuple[Float[Array, "B V"], Bool[Array, "B 1"]]:
+    """Divides by the temperature; the best score is 0, so that a tiny one does not overflow."""
     temperature = jnp.asarray(temperature, jnp.float32)[:, None]
+    is_random = temperature > 0
     logits = logits.astype(jnp.float32)
-    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-    tempered = jax.nn.softmax(logits / jnp.where(temperature > 0, temperature, 1), axis=-1)
-    return jnp.where(temperature > 0, tempered, best)
+    scores = logits - jnp.max(logits, axis=-1, keepdims=True)
+    return scores / jnp.where(is_random, temperature, 1), is_random

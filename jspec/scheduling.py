@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
+from jspec import adaptive
+from jspec.adaptive import Adaptive, BatchSizeSchedule
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig, check_at_least
@@ -45,6 +47,7 @@ class Request:
       pages: its KV pages, while it runs.
       num_computed: leading tokens whose keys and values are stored.
       drafts: guesses to verify in the next step.
+      parents: where these form a tree: which of them each one follows.
     """
 
     index: int
@@ -55,13 +58,14 @@ class Request:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     drafts: list[int] = field(default_factory=list)
+    parents: list[int] | None = None
 
 
 class Rows(NamedTuple):
     """What one request contributes to a step: tokens from position `start` on, then drafts.
 
     `backup` is the next prompt token where the chunk ends inside the prompt, so that nothing
-    may be sampled; PAD elsewhere.
+    may be sampled; PAD elsewhere. `parents` say which draft each draft follows in a tree.
     """
 
     slot: int
@@ -70,13 +74,16 @@ class Rows(NamedTuple):
     num_drafts: int
     pages: Sequence[int]
     backup: int = PAD_TOKEN
+    parents: Sequence[int] = ()
 
 
 class Scheduler:
     """Admits prompts while rows and pages last, and keeps track of what each request knows.
 
-    A step has one of three shapes (flat rows, logits rows a request), so that three executables
-    serve a whole run: one row a request, drafts behind it, or a chunk of some prompt.
+    A step has one of few shapes (flat rows, most logits rows a request), so that few executables
+    serve a whole run: one row a request, drafts behind it, or a chunk of some prompt. Drafts take
+    the smallest shape that holds them; there is one for each number of drafts that `drafting` may
+    ask for, without it one.
 
     Args:
       prompts: token ids.
@@ -86,6 +93,11 @@ class Scheduler:
       num_drafts: most drafts of a request (K).
       chunk_size: most rows of a step that reads prompts.
       stop_ids: ids that end a request.
+      tree_depth: where drafts form trees: most of them that can be accepted in a step.
+      drafting: how much is drafted and verified; None = all that can be.
+
+    Attributes:
+      num_drafts: how many tokens to draft after the step that was scheduled last.
     """
 
     def __init__(
@@ -98,13 +110,22 @@ class Scheduler:
         num_drafts: int,
         chunk_size: int,
         stop_ids: Sequence[int],
+        tree_depth: int | None = None,
+        drafting: Adaptive | BatchSizeSchedule | None = None,
     ):
+        self.policy = adaptive.policy(
+            drafting, num_drafts=num_drafts, max_requests=max_requests, tree_depth=tree_depth
+        )
+        self.num_drafts = num_drafts
         self.limits = limits
+        self.is_tree = tree_depth is not None
         self.max_requests = max_requests
         self.width = num_drafts + 1
         self.stop_ids = frozenset(stop_ids)
         most = max_requests * self.width
-        self.shapes = [(max_requests, 1), (most, self.width), (max(chunk_size, most), self.width)]
+        sizes = [max_requests * (1 + level) for level in self.policy.levels if level]
+        self.shapes = [(max_requests, 1), *((size, self.width) for size in sizes)]
+        self.shapes.append((max(chunk_size, most), self.width))
         self.free_pages = list(range(limits.num_pages))
         self.waiting = deque(
             Request(i, list(p), len(p), min(len(p) + max_tokens, limits.max_model_len))
@@ -113,7 +134,7 @@ class Scheduler:
         )
         self.running: dict[int, Request] = {}
         self.generations = [Generation([], "length") for _ in prompts]
-        self.stats = SpecDecodingStats.new(num_drafts)
+        self.stats = SpecDecodingStats.new(num_drafts if tree_depth is None else tree_depth)
 
     def admit(self) -> list[Request]:
         """Starts the waiting requests that fit; a request gets all its pages at once."""
@@ -128,29 +149,55 @@ class Scheduler:
             request.slot = slots.pop(0)
             request.pages = [self.free_pages.pop() for _ in range(num_pages)]
             self.running[request.slot] = request
+            self.policy.start(request.slot)
             admitted.append(request)
         return admitted
 
     def schedule(self) -> tuple[list[Rows], tuple[int, int]]:
         """Picks a step's rows, those of decoding requests first, and its shape."""
         budget = self.shapes[-1][0]
-        rows, has_drafts, has_prompt = [], False, False
+        offers = {slot: self._count_drafts(request) for slot, request in self.running.items()}
+        has_prompt = any(len(r.tokens) - r.num_computed > 1 for r in self.running.values())
+        if not has_prompt:  # else their rows are free: the shape of the step is that of the chunk
+            offers = self.policy.verify(offers)
+        rows = []
         for request in sorted(self.running.values(), key=lambda r: len(r.tokens) - r.num_computed):
             pending = request.tokens[request.num_computed :]
             chunk = pending[:budget]
             if not chunk:
                 break
-            drafts, backup = [], PAD_TOKEN
+            drafts, backup, parents = [], PAD_TOKEN, ()
             if len(chunk) < len(pending):
                 backup = pending[len(chunk)]
-            else:  # the last token that fits is the target's own, so one draft fewer
-                drafts = request.drafts[: min(request.end - len(request.tokens) - 1, budget - 1)]
+            else:
+                drafts = request.drafts[: min(offers[request.slot], budget - 1)]
+                parents = (request.parents or ())[: len(drafts)]
             budget -= len(chunk) + len(drafts)
-            has_prompt |= len(chunk) > 1
-            has_drafts |= bool(drafts)
-            start, pages = request.num_computed, request.pages
-            rows.append(Rows(request.slot, chunk + drafts, start, len(drafts), pages, backup))
-        return rows, self.shapes[2 if has_prompt else 1 if has_drafts else 0]
+            rows.append(
+                Rows(
+                    slot=request.slot,
+                    token_ids=chunk + drafts,
+                    start=request.num_computed,
+                    num_drafts=len(drafts),
+                    pages=request.pages,
+                    backup=backup,
+                    parents=parents,
+                )
+            )
+        self.num_drafts = self.policy.draft([row.slot for row in rows])
+        if has_prompt:
+            return rows, self.shapes[-1]
+        num_rows = sum(len(row.token_ids) for row in rows)
+        if num_rows == len(rows):
+            return rows, self.shapes[0]
+        return rows, next(shape for shape in self.shapes[1:] if shape[0] >= num_rows)
+
+    def _count_drafts(self, request: Request) -> int:
+        """Counts the drafts that fit; the last token that fits is the target's own."""
+        room = request.end - len(request.tokens) - 1
+        if request.parents is not None:
+            room = _count_nodes(request.parents, room)
+        return min(len(request.drafts), room)
 
     def keep(
         self,
@@ -186,6 +233,9 @@ class Scheduler:
             request.tokens += kept
             num_tokens += len(kept)
             request.drafts = drafts.tokens[b, : drafts.num_drafts[b]].tolist()
+            if drafts.parents is not None:
+                request.parents = drafts.parents[b, : drafts.num_drafts[b]].tolist()
+            self.policy.observe(row.slot, kept, request.drafts, request.parents)
             if on_tokens:
                 on_tokens(request.index, kept, min(num_accepted, len(kept)))
             if stop is not None or len(request.tokens) >= request.end:
@@ -198,19 +248,33 @@ class Scheduler:
         return num_tokens, ended
 
     def pack(self, rows: Sequence[Rows], num_rows: int) -> Scheduled:
-        """Lays a step's rows out, padded to one of the three shapes."""
+        """Lays a step's rows out, padded to one of the shapes."""
         return pack(
             rows,
             num_rows=num_rows,
             num_requests=self.max_requests,
             pages_per_request=self.limits.pages_per_request,
+            num_nodes=self.width - 1 if self.is_tree else None,
         )
 
 
+def _count_nodes(parents: Sequence[int], depth: int) -> int:
+    """Counts the nodes of a tree, given level by level, that are at most `depth` deep."""
+    depths = []
+    for parent in parents:
+        depths.append(1 if parent == PAD_TOKEN else depths[parent] + 1)
+    return sum(d <= depth for d in depths)
+
+
 def pack(
-    rows: Sequence[Rows], *, num_rows: int, num_requests: int, pages_per_request: int
+    rows: Sequence[Rows],
+    *,
+    num_rows: int,
+    num_requests: int,
+    pages_per_request: int,
+    num_nodes: int | None = None,
 ) -> Scheduled:
-    """Lays requests out flat on the host, padded to a bucket."""
+    """Lays requests out flat on the host, padded to a bucket; drafts are trees with `num_nodes`."""
 
     def full(value: int, *shape: int) -> np.ndarray:
         return np.full(shape, value, np.int32)
@@ -220,6 +284,7 @@ def pack(
     block_table = full(PAD_SLOT, num_requests, pages_per_request)
     num_drafts, slot = full(0, num_requests), full(PAD_SLOT, num_requests)
     backup, discard = full(PAD_TOKEN, num_requests), np.ones(num_requests, bool)
+    parents = None if num_nodes is None else full(PAD_TOKEN, num_requests, num_nodes)
     at = 0
     for b, row in enumerate(rows):
         end = at + len(row.token_ids)
@@ -231,6 +296,8 @@ def pack(
         block_table[b, : len(row.pages)] = row.pages
         num_drafts[b], slot[b], backup[b] = row.num_drafts, row.slot, row.backup
         discard[b] = row.backup != PAD_TOKEN
+        if parents is not None:
+            parents[b, : len(row.parents)] = row.parents
     return Scheduled(
         token_ids=token_ids,
         positions=positions,
@@ -241,6 +308,7 @@ def pack(
         request_slot=slot,
         backup_token=backup,
         discard=discard,
+        draft_parents=parents,
     )
 
 

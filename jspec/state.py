@@ -79,8 +79,13 @@ class Scheduled:
       embeds: input embeddings that replace token embeddings where `embeds_mask` is True.
       embeds_mask: see `embeds`.
       max_drafts: most drafts wanted for each request; None = as many as the config says.
-      temperature: sampling temperature of each request, 0 = greedy; where drafts are sampled.
+      temperature: sampling temperature of each request, where drafts are sampled; anything but a
+        number above 0 (0, negative, NaN) is greedy.
       seed: random seed of each request; goes with `temperature`.
+      top_k, top_p, min_p: constraints on what is sampled; they go with `temperature`. See
+        `jspec.sampling.constrain`.
+      draft_parents: where drafts form trees: the draft that each follows, PAD = the root. Their
+        rows' positions count on like a chain's, and parents come before their children.
     """
 
     token_ids: Int[AnyArray, "T"]
@@ -99,6 +104,10 @@ class Scheduled:
     max_drafts: Int[AnyArray, "B"] | None = None
     temperature: Float[AnyArray, "B"] | None = None
     seed: Int[AnyArray, "B"] | None = None
+    top_k: Int[AnyArray, "B"] | None = None
+    top_p: Float[AnyArray, "B"] | None = None
+    min_p: Float[AnyArray, "B"] | None = None
+    draft_parents: Int[AnyArray, "B X"] | None = None
 
 
 @pytree
@@ -141,6 +150,10 @@ class PagedView:
       slots: cache slot that each row writes; PAD writes nothing.
       query_start: first row of each request, and the end of the last.
       causal: whether a row sees only rows up to its own position.
+      window: a row sees only rows less than this many positions away; None = any.
+      node_slots: place of each tree node in `KVCache.node_k`, flat: request * X + node; PAD for
+        ordinary rows. None in passes without trees.
+      visible: nodes of its request that a row sees beside the pages; goes with `node_slots`.
     """
 
     block_table: Int[AnyArray, "B M"]
@@ -150,6 +163,9 @@ class PagedView:
     query_start: Int[AnyArray, "B1"]
     axes: Int[AnyArray, "axes T"] | None = None
     causal: bool = static(default=True)
+    window: int | None = static(default=None)
+    node_slots: Int[AnyArray, "T"] | None = None
+    visible: Bool[AnyArray, "T X"] | None = None
 
     @property
     def rope_positions(self) -> Int[AnyArray, "*axes T"]:

@@ -81,6 +81,8 @@ def make_step(
         discard[b] = row.backup is not None
         tokens[b] = PAD_TOKEN
         tokens[b, : len(row.kept)] = row.kept
+    temperature = np.where(slot % 2, np.float32(0.7), np.float32(0))
+    temperature[len(rows) :] = np.nan if poison else 0
     scheduled = Scheduled(
         token_ids=token_ids,
         positions=positions,
@@ -92,7 +94,7 @@ def make_step(
         backup_token=backup,
         discard=discard,
         hidden=hidden if reads.hidden_layers else None,
-        temperature=np.where(slot % 2, np.float32(0.7), np.float32(0)) if reads.sampling else None,
+        temperature=temperature if reads.sampling else None,
         seed=slot if reads.sampling else None,
     )
     return scheduled, Verified(tokens=tokens)

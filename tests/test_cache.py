@@ -18,20 +18,26 @@ write = jax.jit(kv.write)
 attend = jax.jit(functools.partial(kv.attend, scale=SCALE))
 
 
-def loop_attend(q, keys, values, positions, causal):
+def loop_attend(q, keys, values, positions, causal, window=None):
     """Attention of one request's rows, in float64: q [r, N, d], keys and values [C, n, d]."""
     group = q.shape[1] // keys.shape[1]
     out = np.zeros(q.shape)
     for row in range(q.shape[0]):
-        seen = positions[row] + 1 if causal else len(keys)
+        seen = [
+            key
+            for key in range(positions[row] + 1 if causal else len(keys))
+            if window is None or abs(positions[row] - key) < window
+        ]
         for head in range(q.shape[1]):
-            scores = keys[:seen, head // group] @ q[row, head] * SCALE
+            scores = keys[seen, head // group] @ q[row, head] * SCALE
             weights = np.exp(scores - scores.max())
-            out[row, head] = weights / weights.sum() @ values[:seen, head // group]
+            out[row, head] = weights / weights.sum() @ values[seen, head // group]
     return out
 
 
-def draw_case(rng, *, heads, starts, counts, page_size, causal, num_rows=None, dtype="float32"):
+def draw_case(
+    rng, *, heads, starts, counts, page_size, causal, window=None, num_rows=None, dtype="float32"
+):
     """A cache that holds every request's keys in shuffled pages, queries, and the outputs."""
     N, n = heads
     config = ModelConfig.tiny(num_heads=N, num_kv_heads=n)
@@ -41,6 +47,7 @@ def draw_case(rng, *, heads, starts, counts, page_size, causal, num_rows=None, d
     tables = shuffled_tables(rng, len(counts), M, 3 + M * len(counts))
     cache = poisoned_cache(config, num_pages=3 + M * len(counts), page_size=page_size, dtype=dtype)
     view = make_view(tables, starts, counts, page_size=page_size, num_rows=num_rows, causal=causal)
+    view = dataclasses.replace(view, window=window)
     q = rng.standard_normal((len(view.positions), N, d)).astype(dtype)
     keys, values = rng.standard_normal((2, sum(lens), n, d)).astype(dtype)
     whole = make_view(tables, [0] * len(lens), lens, page_size=page_size)
@@ -53,6 +60,7 @@ def draw_case(rng, *, heads, starts, counts, page_size, causal, num_rows=None, d
             *(x.astype(float) for x in (q[rows], keys[own], values[own])),
             view.positions[rows],
             causal,
+            window,
         )
     return cache, layer, view, q, wanted
 
@@ -76,6 +84,31 @@ def test_attention_over_shuffled_pages_equals_a_plain_loop(
     )
     got = attend(q, cache, layer, view)
     np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=1e-5)  # float32
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 5, 300])
+def test_a_window_hides_keys_that_many_positions_away(causal, window, rng):
+    """Both ways, if rows see what comes after them."""
+    cache, layer, view, q, wanted = draw_case(
+        rng,
+        heads=(4, 2),
+        starts=[300, 0, 190],
+        counts=[9, 20, 12],
+        page_size=16,
+        causal=causal,
+        window=window,
+    )
+    np.testing.assert_allclose(attend(q, cache, layer, view), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_of_keys_before_every_window_are_not_read(rng):
+    cache, layer, view, q, wanted = draw_case(
+        rng, heads=(4, 2), starts=[300, 190], counts=[9, 12], page_size=16, causal=True, window=5
+    )
+    gone = view.block_table[:, : kv._BLOCK_TOKENS // 16]  # 128 keys, the last one 58 rows away
+    cache = dataclasses.replace(cache, v=cache.v.at[:, gone.reshape(-1)].set(jnp.nan))
+    np.testing.assert_allclose(attend(q, cache, layer, view), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_padding_rows_come_out_as_zeros_whatever_they_hold(rng):

@@ -10,7 +10,7 @@ import sys
 import pytest
 import tokenizers
 
-from jspec import cli
+from jspec import cli, measure
 from tests.conftest import GOLDEN
 
 KEYS = {
@@ -32,16 +32,28 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny model with a tokenizer of one token per ASCII character."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(GOLDEN / "models" / "draft_llama_small", path)
+HEAD = str(GOLDEN / "models" / "eagle3_llama")
+
+
+def with_tokenizer(path, name):
+    """Copies a recorded model and gives it a tokenizer of one token per ASCII character."""
+    shutil.copytree(GOLDEN / "models" / name, path)
     vocab = {chr(i): i for i in range(128)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = tokenizers.decoders.Fuse()
     tokenizer.save(str(path / "tokenizer.json"))
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return with_tokenizer(tmp_path_factory.mktemp("model") / "tiny", "draft_llama_small")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """The model that the recorded heads were made for."""
+    return with_tokenizer(tmp_path_factory.mktemp("target") / "tiny", "target_llama")
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +79,52 @@ def test_json_is_one_object_with_every_key(folder, capfd, method):
     )
     assert len(result["acceptance_per_position"]) == 3
     assert len(result["texts"]) == 2
+
+
+@pytest.mark.parametrize(
+    "head,method,words,num_drafts",
+    [
+        ("eagle1_llama", "eagle", [], 5),
+        ("eagle3_llama", "eagle3", ["--method", "eagle3", "--num-drafts", 3], 3),
+        ("medusa_llama", "medusa", ["--num-drafts", 2], 2),
+        ("medusa_llama", "medusa", ["--tree", "[(0,),(1,),(0,0)]"], 3),
+        ("draft_llama_small", "draft_model", ["--num-drafts", 1], 1),
+    ],
+)
+def test_a_drafter_from_disk_decodes_the_same_text(target, capfd, head, method, words, num_drafts):
+    words = ["--model", target, "--drafter", GOLDEN / "models" / head, *words, "--json"]
+    words += ["--prompt", "abcabcab", "--max-tokens", 16, "--compare-plain"]
+    assert generate(*words) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert set(result) == KEYS
+    assert result["method"] == method and result["num_drafts"] == num_drafts
+    assert result["identical_to_plain"] is True
+    assert result["draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["--method", "eagle3"], "eagle3 needs weights.*--drafter PATH"),
+        (["--drafter", "nowhere"], "--drafter 'nowhere' does not exist"),
+        (["--drafter", HEAD, "--method", "none"], "none drafts without weights"),
+        (["--drafter", HEAD, "--method", "ngram"], "ngram drafts without weights"),
+        (["--drafter", HEAD, "--method", "eagel"], "Did you mean 'eagle'"),
+        (["--drafter", HEAD, "--min-n", "3"], "--min-n has no effect with --drafter"),
+        (["--drafter", HEAD, "--num-drafts", "0"], "num_drafts"),
+        (["--drafter", HEAD, "--method", "medusa"], "medusa: .*"),
+        (["--drafter", HEAD, "--method", "eagle3", "--tree", "[(0,"], "Tree.*list of tuples"),
+        (["--drafter", str(GOLDEN / "models" / "e2e_llama_eagle1")], "config.json is missing"),
+        (["--drafter", str(GOLDEN / "models" / "dflash_qwen3")], "target"),
+        (["--method", "ngram", "--tree", "[(0,)]"], "--tree has no effect without --drafter"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_one_line_too(target, capfd, words, message):
+    assert generate("--model", target, "--prompt", "abc", "--max-tokens", 4, *words) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("jspec: ") and captured.err.count("\n") == 1
+    assert re.search(message, captured.err)
 
 
 def test_plain_decoding_is_a_method_too(folder, capfd):
@@ -128,7 +186,7 @@ def test_ctrl_c_ends_quietly(folder, capfd, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.measure, "run", interrupted)
+    monkeypatch.setattr(measure, "run", interrupted)
     assert generate("--model", folder, "--prompt", "abc") == 130
     assert capfd.readouterr() == ("", "")
 

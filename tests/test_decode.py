@@ -14,6 +14,7 @@ from tests.counting import backend_compiles
 LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
 OPTIONS = {"ngram": LOOKUP, "ngram_gpu": LOOKUP, "suffix": {"max_spec_offset": 2.0}}
 NUM_TOKENS = 32
+MODEL_FREE = [name for name in REGISTRY if REGISTRY[name].model_free]  # others: test_lossless.py
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_plain_decoding_gives_the_golden_continuations(plain, golden):
 
 @pytest.mark.parametrize("max_requests", [1, 3, 8])
 @pytest.mark.parametrize("num_drafts", [1, 2, 5, 8])
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", MODEL_FREE)
 def test_speculation_equals_plain_decoding(model, prompts, plain, name, num_drafts, max_requests):
     config = REGISTRY[name].Config(num_drafts=num_drafts, **OPTIONS.get(name, {}))
     report = jspec.generate(
@@ -59,7 +60,7 @@ def test_speculation_equals_plain_decoding(model, prompts, plain, name, num_draf
     assert report.num_tokens == len(prompts) * NUM_TOKENS
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", MODEL_FREE)
 def test_stop_tokens_and_few_pages_change_when_requests_run_but_not_what_they_say(
     model, prompts, plain, name
 ):
@@ -83,7 +84,7 @@ def test_stop_tokens_and_few_pages_change_when_requests_run_but_not_what_they_sa
     assert report.generations == wanted.generations
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", MODEL_FREE)
 def test_a_request_ends_at_the_longest_length_the_cache_allows(model, prompts, name):
     cache = jspec.CacheConfig(num_pages=8, page_size=8, max_model_len=46, dtype="float32")
     some = [p for p in prompts if len(p) <= 46] + [[7] * 45, [7] * 46]
@@ -98,7 +99,7 @@ def test_a_request_ends_at_the_longest_length_the_cache_allows(model, prompts, n
     assert [len(g.tokens) for g in report.generations[-2:]] == [1, 0]
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", MODEL_FREE)
 def test_tokens_stream_in_order_with_accepted_drafts_counted(model, prompts, name):
     seen = {i: [] for i in range(3)}
     accepted = 0
@@ -116,7 +117,7 @@ def test_tokens_stream_in_order_with_accepted_drafts_counted(model, prompts, nam
     assert accepted == report.stats.num_accepted_tokens
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", MODEL_FREE)
 def test_a_warmed_loop_never_compiles(model, prompts, name):
     config = REGISTRY[name].Config(num_drafts=5, **OPTIONS.get(name, {}))
     engine = Engine(model, prompts, config, max_tokens=12, max_requests=3, stop_ids=())
@@ -126,7 +127,7 @@ def test_a_warmed_loop_never_compiles(model, prompts, name):
     assert not compiled
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if REGISTRY[n].kind == "device"])
+@pytest.mark.parametrize("name", [n for n in MODEL_FREE if REGISTRY[n].kind == "device"])
 def test_a_device_drafter_is_read_once_a_step(model, prompts, name, monkeypatch):
     config = REGISTRY[name].Config(num_drafts=3, **OPTIONS.get(name, {}))
     engine = Engine(model, prompts[:2], config, max_tokens=12, max_requests=2, stop_ids=())

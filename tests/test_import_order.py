@@ -7,13 +7,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = (
-    ("axes", "_numba"),
-    ("config", "state", "pallas"),
-    ("cache", "metadata", "sampling", "verify", "metrics", "suffix"),
+    ("axes", "rope", "_numba"),
+    ("config", "state", "tree", "pallas"),
+    ("cache", "metadata", "rejection", "sampling", "verify", "metrics", "suffix", "earnings"),
     ("models", "checkpoint"),
     ("proposers",),
-    ("api",),
-    ("scheduling",),
+    ("api", "loading", "saving", "adaptive"),
+    ("sampling_params", "scheduling"),
     ("decode",),
     ("measure", "replay"),
     ("demo",),
@@ -22,7 +22,10 @@ LEVELS = (
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Within a level a few imports have an order of their own.
-BESIDE = {("state", "config"), ("checkpoint", "models")}
+BESIDE = {
+    *(("state", "config"), ("tree", "config"), ("checkpoint", "models")),
+    ("rejection", "sampling"),
+}
 FILES = sorted((ROOT / "jspec").rglob("*.py"))
 
 

@@ -70,6 +70,7 @@ def test_smollm2_reads_as_published():
         ({"attention_bias": True}, True, True, False),
         ({"attention_bias": True, "qkv_bias": False}, False, True, False),
         ({"model_type": "qwen2"}, True, False, False),
+        ({"model_type": "mimo", "attention_bias": True}, True, False, False),
         ({"model_type": "qwen3"}, False, False, True),
         ({"model_type": "qwen3", "attention_bias": True}, True, True, True),
     ],
@@ -135,8 +136,8 @@ def test_llama3_rope_follows_the_published_rule(high):
 @pytest.mark.parametrize(
     "changes,match",
     [
-        ({"model_type": "gemma3"}, "wanted one of llama, qwen2, qwen3"),
-        ({"model_type": None}, "wanted one of llama, qwen2, qwen3"),
+        ({"model_type": "gemma3"}, "wanted one of llama, mimo, qwen2, qwen3"),
+        ({"model_type": None}, "wanted one of llama, mimo, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*wanted 'silu'"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
@@ -149,7 +150,7 @@ def test_llama3_rope_follows_the_published_rule(high):
         ({"head_dim": 15}, "even number"),
         ({"num_hidden_layers": 0}, "num_layers=1 or more"),
         ({"vocab_size": 12.5}, "`vocab_size` is 12.5"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "default, linear, llama3"),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs .'factor'."),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "number above 0"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "must serve all layers"),

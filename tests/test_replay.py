@@ -258,4 +258,4 @@ def test_a_method_that_needs_weights_is_refused(write, capfd, monkeypatch):
     needy = find("ngram")._replace(name="needy", init_params=dict)
     monkeypatch.setitem(REGISTRY, "needy", needy)
     assert cli.main(["bench-drafts", str(write(COPY)), "--method", "needy"]) == 1
-    assert "needs weights; without are ngram, ngram_gpu, suffix" in capfd.readouterr().err
+    assert "without weights draft ngram, ngram_gpu, suffix" in capfd.readouterr().err

@@ -13,9 +13,12 @@ from jspec.config import ModelConfig, check_float_dtype
 from jspec.models import llama
 from jspec.state import Params
 
-__all__ = ["Checkpoint", "Model", "assemble", "load", "read", "read_folder"]
+__all__ = ["Checkpoint", "Model", "as_model", "assemble", "read", "read_folder"]
 
-_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ARCHITECTURES = ("LlamaForCausalLM", "MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+_OF_A_DRAFTER = "model.mtp_layers."
+"""Begins the names of tensors that draft for the model they come with (MiMo's)."""
 
 
 class Model(NamedTuple):
@@ -60,34 +63,29 @@ def read(path: str | PathLike[str]) -> Checkpoint:
     return read_gguf(path)
 
 
-def load(path: str | PathLike[str], dtype: DTypeLike = "bfloat16") -> Model:
-    """Loads a target model of the Llama family.
+def as_model(checkpoint: Checkpoint, dtype: DTypeLike, *, source: str | PathLike[str]) -> Model:
+    """Loads a model of the Llama family from an open checkpoint.
 
     Args:
-      path: a Hugging Face folder (config.json and safetensors), or a GGUF file.
-      dtype: of the weights in memory; what the file holds is converted. Prefer float32 on a CPU,
-        where XLA's bfloat16 is several times slower.
+      checkpoint: from `read`.
+      dtype: of the weights in memory; what the file holds is converted.
+      source: what errors call the checkpoint.
 
     Raises:
-      FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, the architecture, an option of it or `dtype` is not
-        supported, or tensors and config do not fit (all are listed).
-
-    Example:
-      model = jspec.load("path/to/Llama-3.2-1B", "float32")
+      ValueError: the architecture, an option of it or `dtype` is not supported, or tensors and
+        config do not fit (all are listed).
     """
     dtype = check_float_dtype("load", dtype)
-    checkpoint = read(path)
     named = checkpoint.config.get("architectures") or [_ARCHITECTURES[0]]
     if not isinstance(named, list) or not any(name in _ARCHITECTURES for name in named):
         raise ValueError(
-            f"{path}: architectures {named} are not supported, wanted one of "
-            f"{', '.join(_ARCHITECTURES)}. A draft head is no target: its own config loads it."
+            f"{source}: architectures {named} are not supported, wanted one of "
+            f"{', '.join(_ARCHITECTURES)}. A draft head is no target: load it with target=."
         )
     config = ModelConfig.from_hf(checkpoint.config)
-    params = assemble(
-        llama.abstract_params(config, dtype), llama.rules(config), checkpoint.tensors()
-    )
+    rules = llama.rules(config)
+    rules |= {name: None for name in checkpoint.names if name.startswith(_OF_A_DRAFTER)}
+    params = assemble(llama.abstract_params(config, dtype), rules, checkpoint.tensors())
     return Model(
         config, params, checkpoint.tokenizer_json, checkpoint.chat_template, checkpoint.stop_ids
     )

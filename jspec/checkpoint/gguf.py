@@ -79,6 +79,7 @@ def read_gguf(path: str | Path) -> Checkpoint:
 
     return Checkpoint(
         config=config,
+        names=tuple(names.values()),
         tensors=tensors,
         tokenizer_json=gguf_tokenizer_json(file.metadata, source=str(file.path)),
         chat_template=file.find("tokenizer.chat_template", str),

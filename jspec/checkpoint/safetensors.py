@@ -32,14 +32,21 @@ _DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype("?"),
 }
 
+_SINGLE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
+"""Names of a file that holds all tensors; the second is that of FasterDecoding's Medusa heads."""
+
+_WITHOUT_WEIGHTS = ["ExtractHiddenStatesModel"]
+"""Architectures of a folder that is all config."""
+
 
 def read_folder(path: str | PathLike[str]) -> Checkpoint:
     """Opens a Hugging Face model folder.
 
     Args:
-      path: folder with config.json and model.safetensors, or the shards that
-        model.safetensors.index.json lists. tokenizer.json, tokenizer_config.json,
-        chat_template.jinja and generation_config.json are read where they exist.
+      path: folder with config.json and model.safetensors (Medusa heads: or
+        medusa_lm_head.safetensors), or the shards that model.safetensors.index.json lists.
+        tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json are
+        read where they exist.
 
     Returns:
       The checkpoint. Headers have been checked; no tensor data has been read.
@@ -50,7 +57,8 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
     """
     folder = Path(path)
     config = _read_json(folder / "config.json")
-    headers = {file: _read_header(file) for file in _weight_files(folder)}
+    has_weights = config.get("architectures") != _WITHOUT_WEIGHTS
+    headers = {file: _read_header(file) for file in _weight_files(folder)} if has_weights else {}
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         for file, header in headers.items():
@@ -60,10 +68,12 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
     generation = _read_json(folder / "generation_config.json", optional=True)
     return Checkpoint(
         config=config,
+        names=tuple(name for header in headers.values() for name in header),
         tensors=tensors,
         tokenizer_json=_read_text(folder / "tokenizer.json"),
         chat_template=read_chat_template(folder),
         stop_ids=_stop_ids(config, generation),
+        files=tuple(sorted(file.name for file in folder.iterdir())),
     )
 
 
@@ -86,11 +96,16 @@ def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
+    for name in _SINGLE_FILES:
+        if (folder / name).is_file():
+            return [folder / name]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
+        if (pickled := folder / "medusa_lm_head.pt").is_file():
+            raise FileNotFoundError(
+                f"{folder} has no {pickled.stem}.safetensors, only {pickled.name}, which may "
+                f"hold code. Convert it once, with PyTorch: python -m torch_bridge.convert {folder}"
+            )
         found = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise FileNotFoundError(
             f"{folder} has neither model.safetensors nor model.safetensors.index.json, only: "

@@ -10,12 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from jspec import measure, proposers
-from jspec.checkpoint import Model, load
+from jspec.checkpoint import Model
 from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.config import CacheConfig
 from jspec.decode import Report
 from jspec.demo.assets import fetch_smollm2
 from jspec.demo.prompts import Prompt, demo_prompts
+from jspec.loading import load
 
 NUM_DRAFTS = 5
 METHODS = ("ngram", "ngram_gpu")

@@ -19,6 +19,7 @@ from jspec.metadata.first_pass import (
     set_inputs_first_pass,
     set_inputs_first_pass_dflash,
 )
+from jspec.metadata.first_token import first_token
 from jspec.metadata.numbers import next_power_of_2, unconditional_to_conditional_rates
 from jspec.metadata.prepare import (
     INT32_MAX,
@@ -30,6 +31,7 @@ from jspec.metadata.prepare import (
     row_request,
 )
 from jspec.metadata.spec_decode_metadata import SpecDecodeMetadata
+from jspec.metadata.trees import ancestors, path_as_chain, tree_view
 
 PADDING_SLOT_ID = PAD_SLOT
 """vLLM's name of `PAD_SLOT`: write no key and no value."""
@@ -40,18 +42,22 @@ __all__ = [
     "CommonAttentionMetadata",
     "FirstPass",
     "SpecDecodeMetadata",
+    "ancestors",
     "check_prompt",
     "check_scheduled",
     "check_verified",
     "compute_new_slot_mapping",
     "extend_all_queries_by_N",
+    "first_token",
     "next_power_of_2",
     "paged_view",
+    "path_as_chain",
     "prepare",
     "prepare_inputs",
     "row_request",
     "set_inputs_first_pass",
     "set_inputs_first_pass_dflash",
+    "tree_view",
     "unconditional_to_conditional_rates",
     "update_num_computed_tokens_for_batch_change",
 ]

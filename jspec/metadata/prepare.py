@@ -107,7 +107,7 @@ def paged_view(
     index = scheduled.positions if scheduled.token_index is None else scheduled.token_index
     request, live = row_request(scheduled.query_start, index.shape[0])
     page = index // page_size
-    page_id = scheduled.block_table.at[request, page].get(
+    page_id = jnp.asarray(scheduled.block_table).at[request, page].get(
         mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False
     )
     stored = live & (index >= 0) & (index < max_model_len) & (page_id >= 0)
@@ -115,6 +115,7 @@ def paged_view(
         block_table=scheduled.block_table,
         seq_lens=scheduled.seq_lens,
         positions=index,
+        axes=None if scheduled.token_index is None else scheduled.positions,
         slots=jnp.where(stored, page_id * page_size + index % page_size, PAD_SLOT),
         query_start=scheduled.query_start,
         causal=causal,
@@ -156,6 +157,7 @@ def check_scheduled(scheduled: Any) -> None:
         "hidden": (T, "D"),
         "embeds": (T, "D"),
         "embeds_mask": (T,),
+        "draft_parents": (B, "X"),
     }
     for name, value in fields.items():
         _check_field(owner, name, value, shapes.get(name, (B,)))
@@ -168,6 +170,11 @@ def check_scheduled(scheduled: Any) -> None:
         raise ValueError("Scheduled: pass `embeds` and `embeds_mask` together, or neither.")
     if (scheduled.temperature is None) != (scheduled.seed is None):
         raise ValueError("Scheduled: pass `temperature` and `seed` together, or neither.")
+    for name in ("top_k", "top_p", "min_p"):
+        if getattr(scheduled, name) is not None and scheduled.temperature is None:
+            raise ValueError(
+                f"Scheduled: `{name}` goes with `temperature`. Pass temperature and seed, too."
+            )
     _checked.add(signature)
 
 
@@ -193,7 +200,9 @@ _DTYPES = {
     "embeds": "float",
     "embeds_mask": "bool",
     "hidden": "float",
+    "min_p": "float",
     "temperature": "float",
+    "top_p": "float",
 }
 
 

@@ -115,7 +115,8 @@ class RMSNorm(nnx.Module):
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "half"]:
     """Returns the angle by which each pair of lanes turns per position, in radians, float32.
 
-    Source: RoFormer (arXiv 2104.09864) section 3.2; Llama 3.1's stretching of low frequencies.
+    Source: RoFormer (arXiv 2104.09864) section 3.2; Llama 3.1's stretching of low frequencies;
+      YaRN (arXiv 2309.00071) section 3.2.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inverse = np.float32(1) / np.float32(rope.theta) ** exponent
@@ -127,20 +128,72 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "half
         between = (turns - low) / (high - low) if high != low else np.zeros_like(turns)
         kept = np.select([turns > high, turns < low], [1.0, 0.0], between)
         inverse = kept * inverse + (1 - kept) * inverse / rope.factor
+    if rope.kind == "yarn":
+        stretched = _yarn_ramp(rope, head_dim)
+        inverse = stretched * inverse / rope.factor + (1 - stretched) * inverse
     return inverse.astype(np.float32)
 
 
-def rope_table(rope: RopeConfig, head_dim: int, positions: Int[AnyArray, "T"]) -> Rope:
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "half"]:
+    """Share of each frequency that YaRN stretches: 0 of the fast ones, 1 of the slow ones."""
+
+    def index(turns: float) -> float:
+        """Place of the frequency that turns so often over the original context."""
+        wavelength = rope.original_max_len / (2 * math.pi * turns)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = index(rope.beta_fast), index(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if high == low else 0
+    return np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
+
+
+def rope_scale(rope: RopeConfig) -> float:
+    """Returns the factor of cosine and sine."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return rope.attn_factor * (0.1 * math.log(max(rope.factor, 1)) + 1)
+
+
+def rope_axes(rope: RopeConfig, head_dim: int) -> Int[np.ndarray, "half"]:
+    """Returns which axis of a position (0..2) each frequency turns by.
+
+    In: mrope_section (2, 1, 1). Out: [0 0 1 2]; interleaved [0 1 2 0].
+
+    Source: Qwen2-VL (arXiv 2409.12191) section 2.1; the interleaved form is Qwen3-VL's.
+    """
+    place = np.arange(head_dim // 2, dtype=np.int32)
+    if rope.mrope_section is None:
+        return np.zeros_like(place)
+    if not rope.mrope_interleaved:
+        return np.repeat(np.arange(3, dtype=np.int32), rope.mrope_section)
+    axis = place % 3
+    return np.where(place < 3 * np.asarray(rope.mrope_section, np.int32)[axis], axis, 0)
+
+
+def rope_table(rope: RopeConfig, head_dim: int, positions: Int[AnyArray, "*axes T"]) -> Rope:
     """Returns cosine and sine of each position's angles: once a pass, for all layers.
 
     Args:
       rope: frequencies.
       head_dim: size of one head (d).
-      positions: place of each row in its request.
+      positions: place of each row in its request, or three axes of it [3, T], of which a rope
+        without sections reads the first.
     """
-    at = jnp.asarray(positions).astype(jnp.float32)[:, None]
-    angle = at * rope_frequencies(rope, head_dim)[None]  # [T, 1] * [1, half]
-    return jnp.cos(angle), jnp.sin(angle)
+    at = jnp.asarray(positions).astype(jnp.float32)
+    if at.ndim == 1:
+        at = at[:, None]  # [T, 1]
+    else:
+        axes = rope_axes(rope, head_dim)
+        at = at.at[axes].get(mode="clip", wrap_negative_indices=False).T  # [3, T] -> [T, half]
+    angle = at * rope_frequencies(rope, head_dim)[None]  # [T, half]
+    scale = rope_scale(rope)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
 
 
 def rotate(x: Float[Array, "T heads d"], rope: Rope) -> Float[Array, "T heads d"]:
@@ -205,7 +258,7 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(qkv.reshape(-1, N + 2 * n, d), (N, N + n), axis=1)
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        cache = kv.write(cache, layer, rotate(k, rope), v, view.slots)
+        cache = kv.write(cache, layer, rotate(k, rope), v, view.slots, view.node_slots)
         out = kv.attend(rotate(q, rope), cache, layer, view, scale=d**-0.5)
         out = out.reshape(-1, N * d) @ self.o[...]
         if self.config.o_bias:

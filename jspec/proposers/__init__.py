@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.axes import PAD_TOKEN
-from jspec.proposers import draft_model, ngram, ngram_gpu, suffix
+from jspec.proposers import (
+    dflash,
+    draft_model,
+    eagle,
+    eagle3,
+    extract_hidden,
+    medusa,
+    mtp,
+    ngram,
+    ngram_gpu,
+    suffix,
+)
 from jspec.proposers.base import Proposer
 from jspec.state import Batch, Drafts, Memory, Params
 
@@ -18,11 +29,15 @@ REGISTRY: dict[str, Proposer] = {
         ngram,
         ngram_gpu,
         suffix,
+        eagle,
+        eagle3,
+        mtp,
+        dflash,
         draft_model,
+        medusa,
+        extract_hidden,
     )
 }
-
-_BY_CONFIG = {proposer.Config: proposer for proposer in REGISTRY.values()}
 
 
 def find(method: str) -> Proposer:
@@ -40,14 +55,14 @@ def find(method: str) -> Proposer:
 
 def of(config: Any) -> Proposer:
     """Returns the proposer whose Config class `config` is an instance of."""
-    proposer = _BY_CONFIG.get(type(config))
-    if proposer is None:
-        wanted = ", ".join(p.Config.__name__ for p in REGISTRY.values())
-        raise TypeError(
-            f"config is a {type(config).__name__}, wanted one of {wanted}. "
-            "Build it from jspec, for example jspec.NgramConfig(num_drafts=5)."
-        )
-    return proposer
+    for proposer in REGISTRY.values():  # read at each call: users may add a method of their own
+        if proposer.Config is type(config):
+            return proposer
+    wanted = ", ".join(p.Config.__name__ for p in REGISTRY.values())
+    raise TypeError(
+        f"config is a {type(config).__name__}, wanted one of {wanted}. "
+        "Build it from jspec, for example jspec.NgramConfig(num_drafts=5)."
+    )
 
 
 def propose(

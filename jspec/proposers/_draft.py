@@ -4,7 +4,7 @@ EAGLE, EAGLE-3, MTP and draft models differ in the decoder alone, so `chain` and
 it as an argument. Source: vLLM v1/spec_decode/llm_base_proposer.py, propose.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec import metadata, sampling
-from jspec.axes import PAD_TOKEN
+from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.config import check_at_least
 from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass
 from jspec.models.layers import Embeds
@@ -72,6 +72,13 @@ class DraftModel(NamedTuple):
     mask_hidden: Float[Array, "D"] | None = None
 
 
+class Vocabulary(NamedTuple):
+    """What `pick` needs of a drafter; see `DraftModel`."""
+
+    vocab_size: int
+    target_ids: Int[Array, "Vd"] | None = None
+
+
 class Rows(NamedTuple):
     """The rows of a first pass, and where drafts are read from."""
 
@@ -116,9 +123,10 @@ def chain(
         last = rows.sample_index[:, 0]  # [B]
         out, hidden, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
         if steps == 0:
-            return cache, _drafts(batch, jnp.zeros((last.shape[0], 0), jnp.int32), max_model_len)
+            return cache, _no_drafts(model, config, batch)
         hidden = None if hidden is None else take(hidden, last)  # [T, D] -> [B, D]
-        first = pick(model, config, model.logits(take(out, last)), batch, 0)
+        token, probs = pick(model, config, model.logits(take(out, last)), batch, 0)
+        first = token, probs, take(rows.view.slots, last)
 
     # A request without a kept token runs as if past the limit: it writes nothing.
     live = batch.num_valid > 0
@@ -126,6 +134,7 @@ def chain(
     axes = None if rows.view.axes is None else take(rows.view.axes.T, last).T  # [3, B]
     seq_lens = batch.seq_lens - batch.num_rejected + (0 if shift else 1)
     requests = jnp.arange(last.shape[0] + 1, dtype=jnp.int32)
+    last_position = jnp.int32(max_model_len - 1)
 
     def step(carry: tuple, index: Array) -> tuple[tuple, tuple]:
         token, hidden, position, axes, seq_lens, cache = carry
@@ -134,12 +143,13 @@ def chain(
         )
         # Unclamped: from 0, a request past the limit would count up through real slots again.
         position = position + 1
-        axes = None if axes is None else axes + 1
+        if axes is not None:
+            axes = jnp.where((position < max_model_len)[None], axes + 1, last_position)
         view = PagedView(
             block_table=batch.block_table,
             seq_lens=jnp.where(live, seq_lens, 0),
-            positions=jnp.minimum(position, max_model_len - 1),
-            axes=None if axes is None else jnp.minimum(axes, max_model_len - 1),
+            positions=jnp.minimum(position, last_position),
+            axes=axes,
             slots=slots,
             query_start=requests,
         )
@@ -148,14 +158,13 @@ def chain(
         return (token, hidden, position, axes, seq_lens, cache), (token, probs, slots)
 
     with jax.named_scope("loop"):
-        carry = (first[0], hidden, position, axes, seq_lens, cache)
-        carry, (tokens, probs, slots) = jax.lax.scan(
-            step, carry, jnp.arange(1, steps, dtype=jnp.int32)
-        )
-    tokens = jnp.concatenate([first[0][None], tokens]).T  # [K, B] -> [B, K]
-    if first[1] is not None:
-        probs = jnp.concatenate([first[1][None], probs]).swapaxes(0, 1)  # [K, B, V] -> [B, K, V]
-    return carry[-1], _drafts(batch, tokens, max_model_len, stored=slots.T >= 0, probs=probs)
+        carry = (token, hidden, position, axes, seq_lens, cache)
+        carry, rest = jax.lax.scan(step, carry, jnp.arange(1, steps, dtype=jnp.int32))
+    tokens, probs, slots = jax.tree.map(
+        lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1),  # [K, B] -> [B, K]
+        *(first, rest),
+    )
+    return carry[-1], _drafts(batch, tokens, probs, slots, max_model_len)
 
 
 def in_parallel(
@@ -183,22 +192,13 @@ def in_parallel(
         mask_hidden=model.mask_hidden,
     )
     out, _, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
-    picked = [
-        pick(model, config, model.logits(take(out, rows.sample_index[:, j])), batch, j)
-        for j in range(steps)
-    ]
-    num_requests = batch.next_token.shape[0]
-    tokens = [token for token, _ in picked]
-    tokens = jnp.stack(tokens, 1) if tokens else jnp.zeros((num_requests, 0), jnp.int32)
-    probs = [p for _, p in picked if p is not None]
-    slots = take(rows.view.slots, rows.sample_index)  # [B, K]
-    return cache, _drafts(
-        batch,
-        tokens,
-        max_model_len,
-        stored=slots[:, 1:] >= 0,
-        probs=jnp.stack(probs, 1) if probs else None,
-    )
+    if steps == 0:
+        return cache, _no_drafts(model, config, batch)
+    index = rows.sample_index  # [B, K]
+    logits = model.logits(take(out, index.reshape(-1))).reshape(*index.shape, -1)
+    picked = [pick(model, config, logits[:, j], batch, j) for j in range(steps)]
+    tokens, probs = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *picked)
+    return cache, _drafts(batch, tokens, probs, take(rows.view.slots, index), max_model_len)
 
 
 def first_pass(
@@ -241,15 +241,17 @@ def first_pass(
         max_model_len=max_model_len,
     )
     last = max_model_len - 1
+    # Rows behind the last page of a request would read a stranger's page, in one tile with others.
+    num_pages = jnp.cumprod(batch.block_table >= 0, axis=1, dtype=jnp.int32).sum(1, jnp.int32)
     return Rows(
         token_ids=jnp.asarray(rows.token_ids),
         hidden=None if rows.hidden is None else jnp.asarray(rows.hidden),
         embeds=_shifted_embeds(batch, extends),
         view=PagedView(
             block_table=rows.metadata.block_table,
-            seq_lens=rows.metadata.seq_lens,
+            seq_lens=jnp.minimum(rows.metadata.seq_lens, num_pages * page_size),
             positions=jnp.clip(rows.positions, 0, last),
-            axes=None if batch.token_index is None else jnp.clip(batch.positions, 0, last),
+            axes=None if batch.token_index is None else jnp.asarray(batch.positions),
             slots=rows.metadata.slots,
             query_start=rows.metadata.query_start,
         ),
@@ -258,7 +260,7 @@ def first_pass(
 
 
 def pick(
-    model: DraftModel,
+    model: DraftModel | Vocabulary,
     config: DraftingConfig,
     logits: Float[Array, "B Vd"],
     batch: Batch,
@@ -285,6 +287,49 @@ def pick(
     return take(model.target_ids, ids), probs
 
 
+def mask_token_of(hf_config: Mapping[str, Any]) -> int:
+    """Finds the token of rows that are drafted in parallel in a drafter's config.json.
+
+    Args:
+      hf_config: its content.
+
+    Returns:
+      The first of `dflash_config.mask_token_id`, `mask_token_id`, `pard_token` and `ptd_token_id`
+      that is there; 0 is a token like any other.
+
+    Raises:
+      ValueError: there is none, or it is no token id.
+
+    Source: vLLM v1/spec_decode/llm_base_proposer.py, the parallel drafting token.
+
+    Example:
+      >>> mask_token_of({"pard_token": 8, "ptd_token_id": 9})
+      8
+    """
+    places = (
+        (
+            "dflash_config.mask_token_id",
+            (hf_config.get("dflash_config") or {}).get("mask_token_id"),
+        ),
+        *((key, hf_config.get(key)) for key in ("mask_token_id", "pard_token", "ptd_token_id")),
+    )
+    for name, token in places:
+        if token is not None:
+            check_at_least("config.json", 0, **{name: token})
+            return token
+    raise ValueError(
+        "config.json names no mask token, which drafting in parallel needs: wanted one of "
+        f"{', '.join(name for name, _ in places)}. Add the id that the drafter was trained with, "
+        "or draft one token after the other (parallel_drafting=False)."
+    )
+
+
+def num_drafts_of(hf_config: Mapping[str, Any]) -> int:
+    """Returns how many drafts a drafter's config.json asks for (speculators format), or else 5."""
+    methods = (hf_config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return methods[0].get("speculative_tokens") or 5
+
+
 def next_position(batch: Batch) -> Int[Array, "B"]:
     """Place of each request's next token in the request."""
     index = batch.positions if batch.token_index is None else batch.token_index
@@ -297,7 +342,10 @@ def take(x: Array, index: Array) -> Array:
 
 
 def _shifted_embeds(batch: Batch, extends: bool) -> Embeds | None:
-    """Input embeddings of the rows: they move left with their tokens."""
+    """Input embeddings of the rows: they move left with their tokens.
+
+    Those of the next token are not in the step: it has its own embedding.
+    """
     if batch.embeds is None or batch.embeds_mask is None:
         return None
     if extends:
@@ -306,24 +354,44 @@ def _shifted_embeds(batch: Batch, extends: bool) -> Embeds | None:
             "embeds out, or draft with a chain that reads hidden states (eagle, eagle3, mtp)."
         )
     row = jnp.arange(batch.embeds.shape[0], dtype=jnp.int32)
-    is_sampled = jnp.zeros(row.shape, bool).at[batch.last_index].set(True, mode="drop")
-    mask = jnp.roll(batch.embeds_mask, -1) & ~is_sampled & (row < batch.query_start[-1] - 1)
+    end = batch.query_start[1:]
+    last = jnp.where(end > batch.query_start[:-1], batch.last_index, PAD_SLOT)
+    has_none = jnp.zeros(row.shape, bool)
+    has_none = has_none.at[jnp.concatenate([last, end - 1])].set(
+        True, mode="drop", wrap_negative_indices=False
+    )
+    mask = jnp.roll(batch.embeds_mask, -1) & ~has_none & (row < end[-1])
     return jnp.roll(batch.embeds, -1, axis=0), mask
+
+
+def _no_drafts(model: DraftModel | Vocabulary, config: DraftingConfig, batch: Batch) -> Drafts:
+    """Drafts without columns, of the form that those with columns have."""
+    num_requests = batch.next_token.shape[0]
+    sampled = config.draft_sampling != "greedy"
+    return Drafts(
+        tokens=jnp.zeros((num_requests, 0), jnp.int32),
+        num_drafts=jnp.zeros(num_requests, jnp.int32),
+        probs=jnp.zeros((num_requests, 0, model.vocab_size), jnp.float32) if sampled else None,
+    )
 
 
 def _drafts(
     batch: Batch,
     tokens: Int[Array, "B K"],
+    probs: Float[Array, "B K V"] | None,
+    slots: Int[Array, "B K"],
     max_model_len: int,
-    *,
-    stored: Array | None = None,
-    probs: Float[Array, "B K V"] | None = None,
 ) -> Drafts:
-    """Cuts drafts off at the longest request, and where a row before them found no KV slot."""
+    """Cuts drafts off at the longest request, and where a row that they saw had no KV slot.
+
+    Args:
+      batch, max_model_len: as `chain`.
+      tokens, probs: of each draft.
+      slots: KV slot of the row that each draft was read from.
+    """
     columns = tokens.shape[1]
-    count = jnp.clip(max_model_len - 1 - next_position(batch), 0, columns)
-    if stored is not None:
-        count = jnp.minimum(count, 1 + jnp.cumprod(stored, axis=1, dtype=jnp.int32).sum(axis=1))
+    num_stored = jnp.cumprod(slots >= 0, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+    count = jnp.clip(max_model_len - 1 - next_position(batch), 0, num_stored)
     count = jnp.where(batch.num_valid > 0, count, 0)
     kept = jnp.arange(columns, dtype=jnp.int32)[None] < count[:, None]
     return Drafts(

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
+from jspec.config import ModelConfig
 from jspec.models.llama import HiddenId
 from jspec.state import Batch, Drafts, Memory, Params
+from jspec.tree import DynamicTree, Tree
 
 
 class Reads(NamedTuple):
@@ -14,11 +16,13 @@ class Reads(NamedTuple):
       hidden_layers: hidden states of the target, side by side in `Scheduled.hidden`.
       hidden_size: width of `Scheduled.hidden`; 0 where none is read.
       sampling: `Scheduled.temperature` and `seed`, too.
+      embeds_size: width of `Scheduled.embeds`; 0 where token embeddings are not replaced.
     """
 
     hidden_layers: tuple[HiddenId, ...] = ()
     hidden_size: int = 0
     sampling: bool = False
+    embeds_size: int = 0
 
 
 class Drafter(NamedTuple):
@@ -50,6 +54,7 @@ class Proposer(NamedTuple):
       kind: "device" runs under jit; "host" works on numpy arrays, outside of it.
       shares_across_requests: a row's drafts may depend on the rows before it.
       reads: `(config) -> Reads`.
+      tree: `(config) -> Tree, DynamicTree or None`: the form of its drafts, None = chains.
       init_params: `(config, key, dtype) -> params`, random; None for a drafter without weights.
       recognises: `(config.json, tensor names) -> bool`: a checkpoint is this method's.
       load: `(checkpoint, target, *, dtype, num_drafts, **options) -> Drafter`.
@@ -64,6 +69,7 @@ class Proposer(NamedTuple):
     kind: Literal["device", "host"] = "device"
     shares_across_requests: bool = False
     reads: Callable[[Any], Reads] = lambda config: Reads()
+    tree: Callable[[Any], Tree | DynamicTree | None] = lambda config: None
     init_params: Callable[..., Params] | None = None
     recognises: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
     load: Callable[..., Drafter] | None = None
@@ -71,4 +77,20 @@ class Proposer(NamedTuple):
     @property
     def model_free(self) -> bool:
         """Whether it drafts from token ids alone, with `params` None."""
-        return self.init_params is None
+        return self.init_params is None and not self.reads(self.Config.tiny()).hidden_layers
+
+
+def refuse_axes(method: str, *models: ModelConfig) -> None:
+    """Raises NotImplementedError for a model whose positions have three axes (M-RoPE).
+
+    Args:
+      method: what cannot draft with them: it adds rows to a step, which have no such position.
+      models: the drafter's, and the target's where it is known.
+    """
+    for model in models:
+        if model.rope.mrope_section is not None:
+            raise NotImplementedError(
+                f"{method}: model type {model.model_type!r} has positions of three axes (M-RoPE, "
+                f"mrope_section {model.rope.mrope_section}), and this method adds rows that have "
+                "none. Draft with a chain that reads hidden states (eagle, eagle3, mtp)."
+            )

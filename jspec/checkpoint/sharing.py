@@ -1,0 +1,46 @@
+"""One buffer for what a drafter and its target both use: the embedding and the head."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_BLOCK_BYTES = 1 << 25
+"""What a comparison holds beside the two tables."""
+
+
+def own_or_shared(own: np.ndarray | None, shared: jax.Array) -> jax.Array:
+    """Returns the target's table where a drafter has none or the same one, else the drafter's own.
+
+    Args:
+      own: [V, D] the table in the drafter's checkpoint, None where it has none.
+      shared: [V, D] the target's.
+
+    Returns:
+      `shared` itself, not a copy, unless `own`, in the dtype of `shared`, differs from it in a
+      bit or in shape. Then `own`, in that dtype and on the same devices.
+
+    Source: vLLM v1/spec_decode/llm_base_proposer.py, _maybe_share_embeddings, _maybe_share_lm_head.
+    """
+    if own is None or (own.shape == shared.shape and _same_bits(own, shared)):
+        return shared
+    return jax.device_put(own.astype(shared.dtype), shared.sharding)
+
+
+def _same_bits(own: np.ndarray, shared: jax.Array) -> bool:
+    """Compares block by block, so that neither table is copied as a whole."""
+    if not own.size:
+        return True
+    row_bytes = max(1, own[:1].size * shared.dtype.itemsize)
+    step = max(1, _BLOCK_BYTES // row_bytes)
+    return all(
+        bool(_same_block(shared, own[start : start + step].astype(shared.dtype), np.int32(start)))
+        for start in range(0, len(own), step)
+    )
+
+
+@jax.jit
+def _same_block(shared: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+    bits = jnp.dtype(f"uint{8 * shared.dtype.itemsize}")
+    part = lax.dynamic_slice_in_dim(shared, start, len(block))
+    return (lax.bitcast_convert_type(part, bits) == lax.bitcast_convert_type(block, bits)).all()

@@ -1,0 +1,91 @@
+"""The command line: `python -m jspec generate`, `bench-drafts` and `demo`."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+
+from jspec.cli import bench_drafts, generate
+from jspec.demo.assets import cache_folder
+
+_INTERRUPTED = 130  # as a shell counts Ctrl-C
+_EXPLAINED = (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportError, MemoryError)
+
+
+def command() -> NoReturn:
+    """Runs the command that this process was started with, and ends the process."""
+    code = main()
+    if code == _INTERRUPTED:  # Python's way out crashes where XLA still compiles in a thread
+        os._exit(code)
+    sys.exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: words after `python -m jspec`; by default those of this process.
+
+    Returns:
+      Exit code: 0, or 1 after an error, which is printed in one line on standard error; as a shell
+      counts signals, 130 after Ctrl-C and 141 where the reader of a pipe has left. argparse itself
+      exits with 2 where the words do not parse.
+    """
+    arguments = _parser().parse_args(argv)
+    _keep_compiled(cache_folder() / "compiled")
+    try:
+        code = arguments.run(arguments)
+        sys.stdout.flush()  # a pipe that was closed shows here, not when Python exits
+        return code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, on exit
+        return 141
+    except _EXPLAINED as error:
+        message = error.args[0] if isinstance(error, KeyError) else error
+        print(f"jspec: {' '.join(str(message).split())}", file=sys.stderr)
+        return 1
+
+
+def _keep_compiled(folder: Path) -> None:
+    """Lets later runs start without compiling, where the folder can be written."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if os.access(folder, os.W_OK):  # JAX would warn at each executable
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jspec",
+        description="Speculative decoding in JAX: drafts, verifies, and tells what it earned.",
+        epilog=generate.EXAMPLES + bench_drafts.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    generate.add_to(commands)
+    bench_drafts.add_to(commands)
+    demo = commands.add_parser("demo", help="decode a demo suite with every n-gram drafter")
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--max-tokens", type=int, default=64, help="tokens a prompt (default: 64)")
+    demo.add_argument("--output", default="demo.png", help="picture to write (default: demo.png)")
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from jspec.demo.run import run  # needs rich and matplotlib
+
+    output = Path(arguments.output)
+    if not output.parent.is_dir() or output.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(
+            f"--output is {output}, wanted a file that ends in .png, .pdf or .svg in a folder that "
+            "exists."
+        )
+    return run(max_tokens=arguments.max_tokens, output=output)

@@ -1,0 +1,90 @@
+"""`python -m jspec bench-drafts`: recorded requests through every drafter without weights."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec import replay
+from jspec.cli import drafters
+
+EXAMPLES = """  python -m jspec bench-drafts requests.jsonl
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to a parser's commands."""
+    bench = commands.add_parser(
+        "bench-drafts", help="replay recorded requests through every drafter without weights"
+    )
+    bench.set_defaults(run=_run)
+    add = bench.add_argument
+    add("file", help='JSON lines: {"prompt": [ids], "output": [ids], "segment": "chat"}')
+    add("--method", action="append", help="replay this one; may be given several times")
+    drafters.add_options(add)
+    add("--max-requests", type=int, default=8, help="requests at the same time (default: 8)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    methods = arguments.method or replay.model_free()
+    configs = {
+        method: drafters.without_weights(method, arguments, others=methods) for method in methods
+    }
+    if not Path(arguments.file).is_file():
+        raise ValueError(f"{arguments.file} is no file: records are read once for each drafter.")
+    longest = max((r.num_tokens for r in replay.read_records(arguments.file)), default=0)
+    if not longest:
+        raise ValueError(f"{arguments.file} holds no request, wanted one a line.")
+    by_method = {
+        method: replay.replay(
+            replay.read_records(arguments.file),
+            config,
+            max_model_len=longest,
+            max_requests=arguments.max_requests,
+        )
+        for method, config in configs.items()
+    }
+    segments = next(iter(by_method.values()))
+    if arguments.json:
+        numbers = {name: _segment(name, by_method) for name in segments}
+        print(json.dumps({"device": jax.devices()[0].device_kind, "segments": numbers}))
+        return 0
+    for name in segments:
+        _print_segment(name, _segment(name, by_method))
+    return 0
+
+
+def _segment(name: str, by_method: dict[str, dict[str, replay.Tally]]) -> dict[str, Any]:
+    """Gathers what every drafter earned in a segment."""
+    tallies = {method: segments[name] for method, segments in by_method.items()}
+    any_tally = next(iter(tallies.values()))
+    return {
+        "requests": any_tally.num_requests,
+        "tokens": any_tally.num_tokens,
+        "winner": replay.winner(tallies),
+        "drafters": {
+            method: {
+                "acceptance_length": tally.acceptance_length,
+                "acceptance_rate": tally.acceptance_rate,
+                "drafted_share": tally.drafted_share,
+                "draft_us_per_token": tally.draft_us_per_token,
+            }
+            for method, tally in tallies.items()
+        },
+    }
+
+
+def _print_segment(name: str, numbers: dict[str, Any]) -> None:
+    print(f"{name}: {numbers['requests']} requests, {numbers['tokens']} tokens after their first")
+    print(
+        f"  {'':14}{'tokens a step':>15}{'steps with drafts':>19}{'accepted':>10}{'us a token':>12}"
+    )
+    for method, row in numbers["drafters"].items():
+        print(
+            f"  {method:14}{row['acceptance_length']:15.2f}{row['drafted_share']:19.0%}"
+            f"{row['acceptance_rate']:10.0%}{row['draft_us_per_token']:12.1f}"
+        )
+    print(f"  winner: {numbers['winner'] or 'none, no draft was ever accepted'}\n")

@@ -1,0 +1,119 @@
+"""Which drafter the words of a command ask for."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jspec import proposers, replay
+from jspec.checkpoint import Model
+from jspec.loading import load
+from jspec.proposers.base import Drafter
+from jspec.tree import Tree
+
+# Options that set a field of a drafter's config; what they are where they are left out, None =
+# the config's own default.
+_OPTIONS: dict[str, tuple[str, Any]] = {
+    "num_drafts": ("num_drafts", 5),
+    "min_n": ("prompt_lookup_min", 2),
+    "max_n": ("prompt_lookup_max", 4),
+    "min_prob": ("min_token_prob", None),
+    "spec_factor": ("max_spec_factor", None),
+    "warm_start": ("warm_start", None),
+}
+
+
+def add_options(add: Callable[..., Any]) -> None:
+    """Adds the options of drafters to a command."""
+    add("--num-drafts", type=int, metavar="K", help="drafts per step (default: 5)")
+    add("--min-n", type=int, help="ngram: shortest n-gram to look up (default: 2)")
+    add("--max-n", type=int, help="ngram: longest n-gram to look up (default: 4)")
+    add("--min-prob", type=float, help="suffix: least probability of a draft (default: 0.1)")
+    add("--spec-factor", type=float, help="suffix: drafts per matched token (default: 1.0)")
+    add("--warm-start", metavar="FILE", help="suffix: cache of responses to start from")
+
+
+def without_weights(method: str, arguments: argparse.Namespace, others: Sequence[str] = ()) -> Any:
+    """Builds a drafter's config, None for plain decoding: before anything is loaded.
+
+    Raises:
+      KeyError: no such method.
+      ValueError: the method needs weights, or an option was given that has no effect on it, nor on
+        one of `others`.
+    """
+    options = _options_of(method)
+    effective = options.union(*map(_options_of, others))
+    _check_effect(arguments, effective, f"--method {method}", options)
+    if method == "none":
+        return None
+    fields = {}
+    for option in options:
+        field, default = _OPTIONS[option]
+        given = getattr(arguments, option)
+        value = default if given is None else given
+        if value is not None:
+            fields[field] = value
+    return proposers.find(method).Config(**fields)
+
+
+def check_on_disk(arguments: argparse.Namespace) -> None:
+    """Checks what can be checked of `--drafter` before its target is loaded.
+
+    Raises:
+      ValueError: nothing is there, the method has no weights, or an option has no effect.
+    """
+    if not Path(arguments.drafter).exists():
+        raise ValueError(
+            f"--drafter {arguments.drafter!r} does not exist. Pass a folder of a draft head or a "
+            "draft model, or a .gguf file of one."
+        )
+    method = arguments.method
+    if method == "none" or (method and proposers.find(method).model_free):
+        raise ValueError(
+            f"--method {method} drafts without weights, and --drafter was given. Leave one out."
+        )
+    _check_effect(arguments, {"num_drafts"}, "--drafter", {"num_drafts"})
+
+
+def from_disk(arguments: argparse.Namespace, target: Model) -> Drafter:
+    """Loads the drafter that `--drafter` names."""
+    options: dict[str, Any] = {}
+    if arguments.tree is not None:
+        options["tree"] = Tree(arguments.tree)
+    return load(
+        arguments.drafter,
+        target=target,
+        method=arguments.method,
+        num_drafts=arguments.num_drafts,
+        **options,
+    )
+
+
+def _check_effect(
+    arguments: argparse.Namespace, effective: set[str], owner: str, options: set[str]
+) -> None:
+    for option in _OPTIONS:
+        if getattr(arguments, option) is not None and option not in effective:
+            known = ", ".join(_spell(o) for o in _OPTIONS if o in options) or "none"
+            raise ValueError(
+                f"{_spell(option)} has no effect with {owner}. Leave it out; options that have: "
+                f"{known}."
+            )
+
+
+def _options_of(method: str) -> set[str]:
+    if method == "none":
+        return set()
+    proposer = proposers.find(method)
+    if not proposer.model_free:
+        raise ValueError(
+            f"--method {method} needs weights. Run python -m jspec generate with --drafter PATH; "
+            f"without weights draft {', '.join(replay.model_free())}."
+        )
+    fields = {field.name for field in dataclasses.fields(proposer.Config)}
+    return {option for option, (field, _) in _OPTIONS.items() if field in fields}
+
+
+def _spell(option: str) -> str:
+    return f"--{option.replace('_', '-')}"

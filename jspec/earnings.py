@@ -1,0 +1,117 @@
+"""What drafts earn and what passes cost, from what was seen of them."""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from jspec.axes import PAD_TOKEN
+
+_PRIOR_OUTCOMES = 1.0
+"""How many outcomes of its own weigh as much as what was known before."""
+_WINDOW = 30
+"""Steps that count for what passes take now."""
+_ENOUGH = 3
+"""Measurements of which one that went wrong does not matter."""
+
+
+@dataclass
+class Guess:
+    """A draft whose tokens are compared with those that come, whether it was verified or not.
+
+    Attributes:
+      tokens: the draft.
+      parents: which token each one follows, PAD = the root; None = the one before.
+      at: the newest token that came true.
+      depth: how many did.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+    at: int = PAD_TOKEN
+    depth: int = 0
+
+    def follow(self, token: int) -> bool | None:
+        """Tells whether the next token was guessed; None where there was no guess at it."""
+        if self.parents is None:
+            children = list(range(self.at + 1, len(self.tokens))[:1])
+        else:
+            children = [i for i, parent in enumerate(self.parents) if parent == self.at]
+        if not children:
+            return None
+        for child in children:
+            if self.tokens[child] == token:
+                self.at, self.depth = child, self.depth + 1
+                return True
+        return False
+
+
+@dataclass
+class Acceptance:
+    """Estimates the chance of the draft at each position, once those before it were right.
+
+    Attributes:
+      prior: the chances before anything was seen.
+      memory: outcomes of a position that count; older ones fade.
+    """
+
+    prior: Sequence[float]
+    memory: float
+    _right: list[float] = field(init=False)
+    _seen: list[float] = field(init=False)
+
+    def __post_init__(self):
+        self._right = [_PRIOR_OUTCOMES * chance for chance in self.prior]
+        self._seen = [_PRIOR_OUTCOMES] * len(self.prior)
+        self._update()
+
+    def add(self, position: int, is_right: bool) -> None:
+        """Adds an outcome."""
+        keep = 1 - 1 / self.memory
+        self._right[position] = keep * self._right[position] + is_right
+        self._seen[position] = keep * self._seen[position] + 1
+        self._update()
+
+    def _update(self) -> None:
+        self.chances = [r / s for r, s in zip(self._right, self._seen, strict=True)]
+        self.survival = list(accumulate(self.chances, lambda a, b: a * b))
+
+
+class Meter:
+    """Follows what passes take: as measured at first, times what later passes took relative to it.
+
+    A shape that has not run of late is taken to have become slower or faster as the others did.
+
+    Args:
+      passes: by number of rows: measurements, whose median counts.
+      drafts: by number of drafts: what drafting takes on top.
+    """
+
+    def __init__(self, passes: Mapping[int, Sequence[float]], drafts: Mapping[int, float]):
+        self._passes = {rows: statistics.median(costs) for rows, costs in passes.items()}
+        ascending = sorted(drafts)
+        monotone = accumulate((drafts[count] for count in ascending), max)  # else it is noise
+        self._drafts = dict(zip(ascending, monotone, strict=True))
+        self._latest: deque[tuple[int, float]] = deque(maxlen=_WINDOW)  # (rows, relative time)
+        self._drift = 1.0
+        self._relative = dict.fromkeys(self._passes, 1.0)
+
+    def run(self, num_rows: int) -> float:
+        """Estimates a pass without drafting."""
+        return self._passes[num_rows] * self._relative[num_rows]
+
+    def draft(self, num_drafts: int) -> float:
+        """Estimates drafting."""
+        return self._drafts[num_drafts] * self._drift
+
+    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Takes over what a step took."""
+        expected = self._passes[num_rows] + self._drafts[num_drafts]
+        self._latest.append((num_rows, seconds / expected))
+        if len(self._latest) < _ENOUGH:
+            return
+        self._drift = statistics.median(ratio for _, ratio in self._latest)
+        for rows in self._passes:
+            own = [ratio for at, ratio in self._latest if at == rows]
+            self._relative[rows] = statistics.median(own) if len(own) >= _ENOUGH else self._drift

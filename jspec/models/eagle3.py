@@ -1,0 +1,329 @@
+"""The EAGLE-3 head: decoder layers over token embeddings and fused target hidden states.
+
+The first layer reads an embedding and a hidden state side by side; the residual stream carries the
+hidden state alone. Source: arXiv 2503.01840, section 3.1.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jspec.axes import AnyArray
+from jspec.cache import KVCache
+from jspec.config import ModelConfig, check_at_least
+from jspec.models import weights
+from jspec.models.layers import (
+    MLP,
+    Attention,
+    Embeds,
+    Place,
+    RMSNorm,
+    Rope,
+    Rules,
+    embed,
+    head_logits,
+    rope_table,
+)
+from jspec.models.llama import DecoderLayer, HiddenId
+from jspec.state import PagedView, Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3ModelConfig:
+    """Shapes an EAGLE-3 head.
+
+    Attributes:
+      decoder: its layers and its embedding; the vocabulary is the target's (V).
+      draft_vocab_size: tokens that it can draft (Vd).
+      target_size: width of the target's hidden states (Dt).
+      num_fused: hidden states of the target that are fused into one; 0 = it reads one as it is.
+      norm_before_fc: they are normed together before they are fused.
+      fc_norm: each of them is normed on its own before they are fused (EAGLE-3.1).
+      norm_before_residual: the residual stream starts from the normed hidden state.
+      norm_output: the final norm's output is fed back, not the residual stream (EAGLE-3.1).
+
+    Raises:
+      ValueError: the draft vocabulary is empty or larger than the target's, a hidden state that is
+        not fused has another width than the layers, or options exclude each other.
+    """
+
+    decoder: ModelConfig
+    draft_vocab_size: int
+    target_size: int
+    num_fused: int = 3
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self):
+        V, D = self.decoder.vocab_size, self.decoder.hidden_size
+        if not 1 <= self.draft_vocab_size <= V:
+            raise ValueError(
+                f"eagle3: `draft_vocab_size` is {self.draft_vocab_size}, wanted 1 to the "
+                f"vocab_size, {V}. Take config.json and weights from the same model."
+            )
+        if not self.num_fused and self.target_size != D:
+            raise ValueError(
+                f"eagle3: use_aux_hidden_state is false, and the target's hidden states have width "
+                f"{self.target_size}, wanted the head's {D}: nothing adapts them. Take a head that "
+                "was trained for this target."
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError(
+                "eagle3: norm_before_fc and fc_norm are both true, wanted one of them. Set the one "
+                "to false that the checkpoint has no weights for."
+            )
+
+    @property
+    def input_size(self) -> int:
+        """Width of what is read of the target."""
+        return max(self.num_fused, 1) * self.target_size
+
+    @classmethod
+    def from_hf(
+        cls, hf: Mapping[str, Any], tensors: Collection[str], *, num_fused: int
+    ) -> "Eagle3ModelConfig":
+        """Reads the config.json of a head.
+
+        Args:
+          hf: its content, in the form that `plain` returns.
+          tensors: names in the checkpoint; whether queries and keys are normed shows there alone.
+          num_fused: see `Eagle3ModelConfig`.
+
+        Raises:
+          ValueError: a size is missing or an option is not supported.
+        """
+        if hf.get("kv_lora_rank") is not None:
+            raise ValueError(
+                f"eagle3: {hf.get('architectures')} has latent attention (kv_lora_rank), which is "
+                "not supported, wanted layers of the Llama family. Take another head."
+            )
+        # Heads state the model type of their target, and are of the Llama form all the same.
+        llama = ModelConfig.from_hf({**hf, "model_type": "llama", "tie_word_embeddings": False})
+        qk_norm = any(name.endswith(".q_norm.weight") for name in tensors)
+        sizes = {"draft_vocab_size": llama.vocab_size, "target_hidden_size": llama.hidden_size}
+        sizes |= {key: hf[key] for key in sizes if hf.get(key) is not None}
+        check_at_least("eagle3", 1, **sizes)
+        options = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+        return cls(
+            decoder=dataclasses.replace(llama, qk_norm=qk_norm),
+            draft_vocab_size=sizes["draft_vocab_size"],
+            target_size=sizes["target_hidden_size"],
+            num_fused=num_fused,
+            **{key: bool(option(hf, key, False)) for key in options},
+        )
+
+
+def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a head's config.json without the nesting of the speculators format.
+
+    Source: vLLM transformers_utils/configs/speculators/algos.py, update_eagle3.
+    """
+    if "speculators_model_type" not in hf:
+        return hf
+    layer = hf.get("transformer_layer_config")
+    if not isinstance(layer, Mapping):
+        raise ValueError(
+            f"eagle3: transformer_layer_config is {layer!r}, wanted an object with the head's "
+            "sizes. Fetch config.json again."
+        )
+    stated = {key: value for key, value in hf.items() if value is not None}
+    return {"norm_before_residual": True, **layer, **stated}
+
+
+def option(hf: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Reads an option that stands at the top level of config.json or in its `eagle_config`."""
+    for place in (hf, hf.get("eagle_config") or {}):
+        if place.get(key) is not None:
+            return place[key]
+    return default
+
+
+def hidden_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[HiddenId, ...]:
+    """Returns which hidden states of its target a head reads, in their order.
+
+    Args:
+      hf: as `plain` returns it.
+      num_layers: layers of the target (L).
+
+    Raises:
+      ValueError: a layer is not there or named twice, or there are more or fewer than the head has
+        weights for.
+    """
+    if not option(hf, "use_aux_hidden_state", True):
+        return ("norm",)
+    L = num_layers
+    ids = option(hf, "eagle_aux_hidden_state_layer_ids", None) or [2, L // 2, L - 3]
+    known = isinstance(ids, list | tuple) and all(type(i) is int and 0 <= i <= L for i in ids)
+    if not known or len(set(ids)) != len(ids):
+        raise ValueError(
+            f"eagle3: eagle_aux_hidden_state_layer_ids is {ids} (by default 2, L // 2, L - 3), "
+            f"wanted different layers from 0 (the embedding) to the target's L = {L}. Load the "
+            "head with the target that it was trained for, or name its layers in config.json."
+        )
+    count = option(hf, "num_aux_hidden_states", len(ids))
+    if count != len(ids):
+        raise ValueError(
+            f"eagle3: num_aux_hidden_states is {count}, and the layers are {ids}. Name {count} "
+            "layers as eagle_aux_hidden_state_layer_ids in config.json."
+        )
+    return tuple(sorted(ids))
+
+
+class FirstLayer(nnx.Module):
+    """A decoder layer whose attention reads an embedding and a hidden state side by side."""
+
+    def __init__(self, config: Eagle3ModelConfig, dtype: DTypeLike):
+        decoder = config.decoder
+        D, eps = decoder.hidden_size, decoder.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_norm = RMSNorm(D, eps, dtype)
+        self.hidden_norm = RMSNorm(D, eps, dtype)
+        self.attention = Attention(decoder, dtype, input_size=2 * D)
+        self.post_norm = RMSNorm(D, eps, dtype)
+        self.mlp = MLP(decoder, dtype)
+
+    def __call__(
+        self,
+        embedded: Float[Array, "T D"],
+        hidden: Float[Array, "T D"],
+        rope: Rope,
+        view: PagedView,
+        cache: KVCache,
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        normed = self.hidden_norm(hidden)
+        x = jnp.concatenate([self.input_norm(embedded), normed], axis=-1)  # [T, 2 D]
+        out, cache = self.attention(x, rope, view, cache, 0)
+        x = (normed if self.norm_before_residual else hidden) + out
+        return x + self.mlp(self.post_norm(x)), cache
+
+
+class Head(nnx.Module):
+    """Fusion of hidden states, decoder layers, final norm and a head over the draft vocabulary."""
+
+    def __init__(self, config: Eagle3ModelConfig, dtype: DTypeLike):
+        decoder = config.decoder
+        D, eps = decoder.hidden_size, decoder.rms_norm_eps
+        self.config = config
+        self.embed = nnx.Param(jnp.zeros((decoder.vocab_size, D), dtype))
+        if config.num_fused:
+            self.fc = nnx.Param(jnp.zeros((config.input_size, D), dtype))
+            if config.norm_before_fc:
+                self.fc_norm = RMSNorm(config.input_size, eps, dtype)
+            if config.fc_norm:
+                norms = range(config.num_fused)
+                self.fc_norms = nnx.Dict(
+                    {str(j): RMSNorm(config.target_size, eps, dtype) for j in norms}
+                )
+        layers: dict[str, Any] = {"0": FirstLayer(config, dtype)}
+        for i in range(1, decoder.num_layers):
+            layers[str(i)] = DecoderLayer(decoder, dtype)
+        self.layers = nnx.Dict(layers)
+        self.norm = RMSNorm(D, eps, dtype)
+        self.head = nnx.Param(jnp.zeros((config.draft_vocab_size, D), dtype))
+
+    def fuse(self, hidden: Float[AnyArray, "T Dh"]) -> Float[Array, "T D"]:
+        """Makes one hidden state of the target's, once a step; what is fed back is not fused.
+
+        Args:
+          hidden: hidden states of the target side by side, lowest layer first.
+        """
+        x = jnp.asarray(hidden).astype(self.norm.weight[...].dtype)
+        if not self.config.num_fused:
+            return x
+        if self.config.norm_before_fc:
+            x = self.fc_norm(x)
+        if self.config.fc_norm:
+            parts = jnp.split(x, self.config.num_fused, axis=-1)
+            x = jnp.concatenate(
+                [self.fc_norms[str(j)](part) for j, part in enumerate(parts)], axis=-1
+            )
+        return x @ self.fc[...]
+
+    def __call__(
+        self,
+        token_ids: Int[AnyArray, "T"],
+        hidden: Float[Array, "T D"],
+        view: PagedView,
+        cache: KVCache,
+        embeds: Embeds | None = None,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVCache]:
+        """Runs T rows that pair a token with the hidden state before it.
+
+        Args:
+          token_ids: token t + 1 of each row t.
+          hidden: hidden state of token t: fused from the target's, or fed back.
+          view: where the rows lie in the cache.
+          cache: earlier keys and values.
+          embeds: input embeddings that replace those of the tokens.
+
+        Returns:
+          (out, feedback, cache): what `logits` reads, and the hidden state to feed back.
+        """
+        decoder = self.config.decoder
+        rope = rope_table(decoder.rope, decoder.head_dim, view.rope_positions)
+        # A table that is the target's own may have another dtype than the head's layers.
+        embedded = embed(self.embed[...], token_ids, embeds).astype(hidden.dtype)
+        x, cache = self.layers["0"](embedded, hidden, rope, view, cache)
+        for i in range(1, decoder.num_layers):
+            x, cache = self.layers[str(i)](x, rope, view, cache, i)
+        out = self.norm(x)
+        return out, out if self.config.norm_output else x, cache
+
+    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vd"]:
+        """Scores every token of the draft vocabulary, in float32."""
+        return head_logits(out.astype(self.head[...].dtype), self.head[...])
+
+
+def abstract_params(config: Eagle3ModelConfig, dtype: DTypeLike) -> Params:
+    """Returns the params' shapes; see `jspec.models.weights.abstract`."""
+    return weights.abstract(Head, config, dtype)
+
+
+def init_params(config: Eagle3ModelConfig, key: Array, dtype: DTypeLike) -> Params:
+    """Draws random params; see `jspec.models.weights.draw`."""
+    return weights.draw(Head, config, key, dtype)
+
+
+def build(config: Eagle3ModelConfig, params: Params) -> Head:
+    """Puts the head together from its weights."""
+    return weights.bind(Head, config, params)
+
+
+def rules(config: Eagle3ModelConfig, tensors: Collection[str]) -> Rules:
+    """Returns where each tensor of a checkpoint goes.
+
+    Args:
+      config: shape of the head.
+      tensors: names in the checkpoint, which spell the first layer in one of two ways.
+
+    Source: vLLM model_executor/models/llama_eagle3.py, load_weights.
+    """
+    decoder = config.decoder
+    name = "midlayer" if any(name.startswith("midlayer.") for name in tensors) else "layers.0"
+    path = ("layers", "0")
+    table: Rules = {
+        "embed_tokens.weight": Place(("embed",)),
+        "norm.weight": Place(("norm", "weight")),
+        "lm_head.weight": Place(("head",)),
+        "fc.weight": Place(("fc",), transpose=True) if config.num_fused else None,
+        **dict.fromkeys(("d2t", "t2d", "mask_hidden")),  # no part of the module
+        **DecoderLayer.rules(decoder, name, path),
+        f"{name}.hidden_norm.weight": Place((*path, "hidden_norm", "weight")),
+    }
+    if config.num_fused and config.norm_before_fc:
+        table["input_norm.weight"] = Place(("fc_norm", "weight"))
+    if config.num_fused and config.fc_norm:
+        for j in range(config.num_fused):
+            table[f"fc_norm.{j}.weight"] = Place(("fc_norms", str(j), "weight"))
+    for i in range(1, decoder.num_layers):
+        table |= DecoderLayer.rules(decoder, f"layers.{i}", ("layers", str(i)))
+        table[f"layers.{i}.hidden_norm.weight"] = None  # allocated by some trainers, never applied
+    return table

@@ -1,0 +1,135 @@
+"""Modules that predict one more token from a target's hidden state (MTP), as MiMo has them.
+
+A module is a norm for the hidden state, one for the embedding, a projection of both side by side,
+a decoder layer and a norm. Embedding and head are the target's. Source: arXiv 2412.19437 section
+2.2; vLLM model_executor/models/mimo_mtp.py.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jspec.axes import AnyArray
+from jspec.cache import KVCache
+from jspec.config import ModelConfig
+from jspec.models import weights
+from jspec.models.layers import (
+    Embeds,
+    Place,
+    RMSNorm,
+    Rope,
+    Rules,
+    embed,
+    head_logits,
+    projection_rules,
+    rope_table,
+)
+from jspec.models.llama import DecoderLayer
+from jspec.state import PagedView, Params
+
+
+class MTPModule(nnx.Module):
+    """One module: its output is what the head reads, and the hidden state of the next token."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
+        D = config.hidden_size
+        self.hidden_norm = RMSNorm(D, config.rms_norm_eps, dtype)
+        self.token_norm = RMSNorm(D, config.rms_norm_eps, dtype)
+        self.input_proj = nnx.Param(jnp.zeros((2 * D, D), dtype))
+        self.layer = DecoderLayer(config, dtype)
+        self.final_norm = RMSNorm(D, config.rms_norm_eps, dtype)
+
+    @staticmethod
+    def rules(config: ModelConfig, name: str, path: tuple[str, ...]) -> Rules:
+        """Places the tensors of module `name` below `path`."""
+        D = config.hidden_size
+        return {
+            f"{name}.hidden_layernorm.weight": Place((*path, "hidden_norm", "weight")),
+            f"{name}.token_layernorm.weight": Place((*path, "token_norm", "weight")),
+            f"{name}.final_layernorm.weight": Place((*path, "final_norm", "weight")),
+            **projection_rules(f"{name}.input_{{}}", (*path, "input_proj"), {"proj": D}),
+            **DecoderLayer.rules(config, name, (*path, "layer")),
+        }
+
+    def __call__(
+        self,
+        embedding: Float[Array, "T D"],
+        hidden: Float[Array, "T D"],
+        rope: Rope,
+        view: PagedView,
+        cache: KVCache,
+        layer: int,
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        # The token at position 0 follows nothing that the model has seen.
+        is_first = jnp.asarray(view.positions) == 0
+        embedding = jnp.where(is_first[:, None], 0, embedding)
+        both = jnp.concatenate([self.hidden_norm(hidden), self.token_norm(embedding)], axis=-1)
+        x, cache = self.layer(both @ self.input_proj[...], rope, view, cache, layer)
+        return self.final_norm(x), cache
+
+
+class MTP(nnx.Module):
+    """Embedding, modules and head; `config.num_layers` counts the modules."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
+        V, D = config.vocab_size, config.hidden_size
+        self.config = config
+        self.embed = nnx.Param(jnp.zeros((V, D), dtype))
+        self.modules = nnx.Dict(
+            {str(i): MTPModule(config, dtype) for i in range(config.num_layers)}
+        )
+        self.head = nnx.Param(jnp.zeros((V, D), dtype))
+
+    def __call__(
+        self,
+        index: int,
+        token_ids: Int[AnyArray, "T"],
+        hidden: Float[Array, "T D"],
+        view: PagedView,
+        cache: KVCache,
+        embeds: Embeds | None = None,
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        """Runs one module.
+
+        Args:
+          index: of the module; its keys and values lie in that layer of the cache.
+          token_ids: the token behind each row's position.
+          hidden: hidden state at each row's position: the target's, or the last module's output.
+          view: where the rows lie.
+          cache: keys and values of all modules.
+          embeds: what stands in for tokens' own embeddings.
+
+        Returns:
+          (out, cache): what `logits` reads, and the next module as its hidden state.
+        """
+        x = embed(self.embed[...], token_ids, embeds)
+        rope = rope_table(self.config.rope, self.config.head_dim, view.rope_positions)
+        return self.modules[str(index)](x, hidden.astype(x.dtype), rope, view, cache, index)
+
+    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Scores every token after rows of a module's output, in float32."""
+        return head_logits(out, self.head[...])
+
+
+def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
+    """Returns the params' shapes; see `jspec.models.weights.abstract`."""
+    return weights.abstract(MTP, config, dtype)
+
+
+def init_params(config: ModelConfig, key: Array, dtype: DTypeLike) -> Params:
+    """Draws random params; see `jspec.models.weights.draw`."""
+    return weights.draw(MTP, config, key, dtype)
+
+
+def build(config: ModelConfig, params: Params) -> MTP:
+    """Puts the modules together from their weights."""
+    return weights.bind(MTP, config, params)
+
+
+def rules(config: ModelConfig) -> Rules:
+    """Returns where each tensor of the modules goes in params without embedding and head."""
+    table: Rules = {}
+    for i in range(config.num_layers):
+        table |= MTPModule.rules(config, f"model.mtp_layers.{i}", ("modules", str(i)))
+    return table

@@ -1,0 +1,317 @@
+"""DFlash drafters on disk: their config.json in its several forms, and their tensors.
+
+Source: vLLM model_executor/models/qwen3_dflash.py, transformers_utils/configs/speculators; z-lab's
+dflash 0.1.0, model.py.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jspec.checkpoint import Checkpoint, Model, assemble
+from jspec.checkpoint.sharing import own_or_shared
+from jspec.config import ModelConfig, check_at_least
+from jspec.models import dflash
+from jspec.models.dflash import BlockConfig, Sight
+from jspec.models.dflash2 import RefineConfig
+from jspec.models.llama import HiddenId
+from jspec.proposers._draft import num_drafts_of
+from jspec.state import Params
+
+_EMBED, _HEAD, _IDS = "embed_tokens.weight", "lm_head.weight", "d2t"
+
+# Settings of DFlash2 in config.json, and our names for them.
+_REFINE = {
+    "conv_kernel_size": "num_taps",
+    "conv_group_size": "group_size",
+    "selector_rank": "rank",
+    "selector_top_k": "top_k",
+}
+
+_SETTINGS = {
+    *("mask_token_id", "target_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+    *("use_aux_hidden_state", "causal", "use_swa", "swa_window_size", "block_size"),
+    *_REFINE,
+}
+"""What we read in `dflash_config`."""
+
+# Options that we do not implement, and the values that leave a drafter unchanged.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_swa_attention_sink_bias": (None, False),
+    "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1.0),
+    "final_logit_softcapping": (None, 0.0),
+    "input_embedding_scale": (None, 1.0),
+    "is_neox_style": (None, True),
+    "output_multiplier": (None, 1.0),
+}
+
+
+def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Tells a DFlash or DFlash2 drafter by `architectures`, `dflash_config` or tensor names."""
+    if config.get("speculators_model_type") is not None:
+        return config["speculators_model_type"] == "dflash"
+    named = [str(name) for name in config.get("architectures") or ()]
+    if any(name.startswith("DFlash") for name in named) or config.get("dflash_config"):
+        return True
+    return {"fc.weight", "hidden_norm.weight"} <= {dflash.rename(name) for name in names}
+
+
+def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a config.json without the nesting of the speculators format.
+
+    Raises:
+      ValueError: something that the format prescribes is missing.
+    """
+    if "speculators_model_type" not in hf:
+        return hf
+    layer = hf.get("transformer_layer_config")
+    ids = hf.get("aux_hidden_state_layer_ids")
+    if not isinstance(layer, Mapping) or ids is None:
+        raise ValueError(
+            "dflash: config.json is of the speculators format, wanted transformer_layer_config "
+            f"(an object) and aux_hidden_state_layer_ids in it, got {layer!r} and {ids!r}. Fetch "
+            "config.json again."
+        )
+    stated = {key: value for key, value in hf.items() if value is not None}
+    return {**layer, **stated, "eagle_aux_hidden_state_layer_ids": ids}
+
+
+def num_drafts(hf: Mapping[str, Any]) -> int:
+    """Returns how many drafts a drafter was made for: by its block size, if it has one."""
+    block_size = _setting(hf, "block_size")
+    if block_size is not None:
+        check_at_least("dflash", 2, block_size=block_size)
+        return block_size - 1
+    return num_drafts_of(hf)
+
+
+def check_files(files: Collection[str]) -> None:
+    """Refuses a folder with weights that are not read."""
+    if "mask_embedding.pt" in files:
+        raise ValueError(
+            "dflash: the folder has mask_embedding.pt, an embedding of the mask token beside the "
+            "target's, which is not supported. Take another drafter: without it the mask rows of "
+            "this one mean nothing."
+        )
+
+
+def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -> BlockConfig:
+    """Reads the shape of a drafter.
+
+    Args:
+      hf: config.json, see `plain`.
+      names: tensors in the checkpoint, see `dflash.rename`.
+      target: the model that it drafts for.
+
+    Raises:
+      ValueError: a size is missing, an option is not supported, or the drafter does not fit the
+        target.
+    """
+    _refuse_unsupported(hf, names)
+    # Layers are Qwen3's whatever the target is; what they see is read by `_sights`.
+    forced: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
+    forced |= {"layer_types": None, "use_sliding_window": False, "sliding_window": None}
+    forced["rope_theta"] = hf.get("rope_theta") or 1e6
+    decoder = ModelConfig.from_hf({**hf, **forced})
+    trained_for = hf.get("num_target_layers")
+    if trained_for is not None and trained_for != target.config.num_layers:
+        raise ValueError(
+            f"dflash: num_target_layers is {trained_for}, and the target has "
+            f"{target.config.num_layers} layers. Load the drafter with the target that it was "
+            "trained for."
+        )
+    target_size = hf.get("target_hidden_size") or decoder.hidden_size
+    for name, got, wanted in (
+        ("vocab_size", decoder.vocab_size, target.config.vocab_size),
+        ("target_hidden_size (or hidden_size)", target_size, target.config.hidden_size),
+    ):
+        if got != wanted:
+            raise ValueError(
+                f"dflash: {name} is {got}, the target's {wanted}. Load the drafter with the target "
+                "that it was trained for."
+            )
+    refine = None
+    sizes = {key: _setting(hf, key) for key in _REFINE}
+    if any(size is not None for size in sizes.values()):
+        check_at_least("dflash", 1, **sizes)
+        refine = RefineConfig(**{ours: sizes[key] for key, ours in _REFINE.items()})
+        if decoder.hidden_size % refine.group_size:
+            raise ValueError(
+                f"dflash: conv_group_size is {refine.group_size}, wanted a divisor of hidden_size, "
+                f"{decoder.hidden_size}. Take config.json and weights from the same model."
+            )
+    return BlockConfig(
+        decoder=decoder,
+        hidden_layers=_hidden_layers(hf, decoder.num_layers, target.config.num_layers),
+        target_size=target_size,
+        fuse=bool(_setting(hf, "use_aux_hidden_state", True)),
+        sights=_sights(hf, decoder.num_layers),
+        draft_vocab_size=hf.get("draft_vocab_size") or decoder.vocab_size,
+        refine=refine,
+    )
+
+
+def params(config: BlockConfig, checkpoint: Checkpoint, target: Model, dtype: DTypeLike) -> Params:
+    """Loads the weights; the embedding and the head are the target's own where they are the same.
+
+    Raises:
+      ValueError: tensors and config do not fit.
+    """
+    own: dict[str, np.ndarray] = {}
+    for name, tensor in checkpoint.tensors():
+        if dflash.rename(name) in (_EMBED, _HEAD, _IDS):
+            own[dflash.rename(name)] = tensor
+    V, D, Vd = config.decoder.vocab_size, config.decoder.hidden_size, config.draft_vocab_size
+    shared_embed = target.params["embed"]
+    shared_head = target.params["embed" if target.config.tie_embeddings else "head"]
+    for name, shape, given in (
+        (_EMBED, (V, D), shared_embed.shape),
+        (_HEAD, (Vd, D), shared_head.shape),
+        (_IDS, (Vd,), None if Vd != V else (V,)),
+    ):
+        got = own[name].shape if name in own else given
+        if got != shape:
+            raise ValueError(
+                f"dflash: {name} is {'missing' if got is None else list(got)}, wanted "
+                f"{list(shape)}; where the checkpoint has none, it is the target's. Take weights "
+                "and config.json from the same model, and the target that it was trained for."
+            )
+    template = dflash.abstract_params(config, dtype)
+    del template["embed"], template["head"]
+    tensors = ((dflash.rename(name), tensor) for name, tensor in checkpoint.tensors())
+    loaded = assemble(template, dflash.rules(config), tensors)
+    loaded["embed"] = own_or_shared(own.get(_EMBED), shared_embed)
+    loaded["head"] = own_or_shared(own.get(_HEAD), shared_head)
+    if Vd != V:
+        loaded["target_ids"] = jnp.asarray(_target_ids(own[_IDS], V))
+    return loaded
+
+
+def _target_ids(offsets: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Reads a table of target id less draft id."""
+    ids = np.arange(len(offsets)) + offsets.astype(np.int64)
+    if not np.all(np.diff(ids) > 0) or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ValueError(
+            f"dflash: d2t does not give ascending token ids below {vocab_size}: {ids[:8]}... "
+            "Fetch the checkpoint again."
+        )
+    return ids.astype(np.int32)
+
+
+def _setting(hf: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Reads a setting of `dflash_config` or, where it is not there, of the top level."""
+    for place in (hf.get("dflash_config") or {}, hf.get("eagle_config") or {}, hf):
+        if place.get(key) is not None:
+            return place[key]
+    return default
+
+
+def _hidden_layers(
+    hf: Mapping[str, Any], num_layers: int, num_target_layers: int
+) -> tuple[HiddenId, ...]:
+    """Returns which hidden states of the target are fused: n = after n layers.
+
+    `target_layer_ids` count layers from 0 and mean what comes out of them: in [0 2], out (1, 3).
+    """
+    if not _setting(hf, "use_aux_hidden_state", True):
+        return ("norm",)
+    ids, most = _setting(hf, "eagle_aux_hidden_state_layer_ids"), num_target_layers
+    name = "eagle_aux_hidden_state_layer_ids"
+    if ids is None:
+        name, most = "target_layer_ids", num_target_layers - 1
+        ids = _setting(hf, name)
+    if ids is None:
+        # Spread evenly from the second layer to the fourth last.
+        first, span = 1, num_target_layers - 4
+        steps = num_layers - 1
+        ids = [round(first + i * span / steps) for i in range(num_layers)] if steps else None
+        ids = ids or [num_target_layers // 2]
+    known = isinstance(ids, list | tuple) and all(type(i) is int and 0 <= i <= most for i in ids)
+    if not known or not ids:
+        raise ValueError(
+            f"dflash: {name} is {ids!r}, wanted layers from 0 to {most}. Load the drafter with the "
+            "target that it was trained for."
+        )
+    return tuple(ids) if most == num_target_layers else tuple(i + 1 for i in ids)
+
+
+def _sights(hf: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
+    """Returns what rows see in each layer.
+
+    A window: in layers that `layer_types` calls sliding, in all where `use_swa` is set and none is.
+    Causal: by `is_causal`, else by `causal`, else where `layer_types` calls a layer sliding.
+    """
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention"] * num_layers
+    elif not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ValueError(
+            f"dflash: layer_types is {kinds!r}, wanted a list of {num_layers}, one kind a layer. "
+            "Correct it in config.json."
+        )
+    unknown = sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"dflash: layer_types has {unknown}, wanted full_attention or sliding_attention. Take "
+            "another drafter."
+        )
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    windowed = sliding
+    if not any(sliding) and _setting(hf, "use_swa", False):
+        windowed = [True] * num_layers
+    window = _setting(hf, "swa_window_size")
+    if window is None and hf.get("use_sliding_window") is not False:
+        window = hf.get("sliding_window")
+    if any(windowed):
+        if window is None:
+            raise ValueError(
+                "dflash: layers slide (layer_types or use_swa), and there is no window. Set "
+                "dflash_config.swa_window_size, or sliding_window, in config.json."
+            )
+        check_at_least("dflash", 1, sliding_window=window)
+    forced = hf.get("is_causal")
+    if forced is None:
+        forced = (hf.get("dflash_config") or {}).get("causal")
+    return tuple(
+        Sight(
+            causal=slides if forced is None else bool(forced),
+            window=window if has_window else None,
+        )
+        for slides, has_window in zip(sliding, windowed, strict=True)
+    )
+
+
+def _refuse_unsupported(hf: Mapping[str, Any], names: Collection[str]) -> None:
+    settings = hf.get("dflash_config") or {}
+    for key, neutral in _NEUTRAL.items():
+        for value in (settings.get(key), hf.get(key)):
+            if value not in neutral:
+                raise ValueError(
+                    f"dflash: {key} is {value!r}, which is not supported, wanted {neutral[-1]!r}. "
+                    "Take another drafter."
+                )
+    unknown = sorted(
+        key
+        for key, value in settings.items()
+        if value is not None and key not in _SETTINGS and key not in _NEUTRAL
+    )
+    if unknown:
+        raise ValueError(
+            f"dflash: dflash_config has {unknown}, which is not supported, wanted some of "
+            f"{sorted(_SETTINGS)}. Take another drafter."
+        )
+    named = [str(name) for name in hf.get("architectures") or ()]
+    if any("Beam" in name for name in named):
+        raise ValueError(
+            f"dflash: architectures {named} pick candidates by beam search, which is not "
+            "supported, wanted DFlashDraftModel or DFlash2DraftModel. Take another drafter."
+        )
+    if any("mask_hidden" in name for name in names):
+        raise ValueError(
+            "dflash: the checkpoint has mask_hidden, which no DFlash drafter reads: its mask rows "
+            "are embeddings. Load the folder by the method that it was trained for."
+        )

@@ -1,0 +1,289 @@
+"""Saving what was loaded: converted weights with their config, to be restored without the source.
+
+A saved folder has jspec.json (config, and which arrays are the target's) and params/ (Orbax).
+Arrays that a drafter shares with its target are not written twice.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import typing
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jspec import proposers
+from jspec.checkpoint import Model, orbax
+from jspec.config import ModelConfig, read_json
+from jspec.models import llama
+from jspec.proposers.base import Drafter
+from jspec.state import Params
+
+_FORMAT = 1
+_CLASS = "class"
+"""Key that names the class of a config in JSON."""
+
+
+def save(path: str | PathLike[str], saved: Model | Drafter, *, target: Model | None = None) -> None:
+    """Writes a model or a drafter to a new folder, whole or not at all.
+
+    A save that is cut short may leave a hidden folder, `.<name>.partial`, which never restores. The
+    next save to the same path removes it.
+
+    Args:
+      path: folder to make; it must not exist.
+      saved: what `jspec.load` returned, on one device or sharded over several.
+      target: of a drafter; arrays that both share are then named instead of written, and
+        `restore` wants the target, too.
+
+    Raises:
+      FileExistsError: something is at `path`.
+      TypeError: `saved` is neither a Model nor a Drafter, or its config is not a registered one.
+      ValueError: an array was donated or deleted.
+
+    Example:
+      jspec.save("heads/eagle3", drafter, target=model)
+    """
+    path = Path(path).absolute()
+    if path.exists():
+        raise FileExistsError(f"{path} exists. Remove it, or save to another path.")
+    description: dict[str, Any] = {"format": _FORMAT}
+    shared = {}
+    if isinstance(saved, Model):
+        description["model"] = {field: getattr(saved, field) for field in _MODEL_FIELDS}
+    elif isinstance(saved, Drafter):
+        proposers.of(saved.config)
+        shared = _find_shared(saved.params, None if target is None else target.params)
+        description["shared"] = {"/".join(own): "/".join(of) for own, of in shared.items()}
+    else:
+        raise TypeError(
+            f"save: `saved` is a {type(saved).__name__}, wanted a Model or a Drafter. Pass what "
+            "jspec.load returned, or jspec.Drafter(config, params)."
+        )
+    description["config"] = config_to_json(saved.config)
+    _check_alive(saved.params)
+    own = _nest({keys: leaf for keys, leaf in _leaves(saved.params) if keys not in shared})
+
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    partial.mkdir(parents=True)
+    try:
+        if own:
+            orbax.write(partial / "params", own)
+        (partial / "jspec.json").write_text(json.dumps(description, indent=1), "utf-8")
+        os.rename(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def restore(path: str | PathLike[str], target: Model | None = None) -> Model | Drafter:
+    """Reads back what `save` wrote, onto one device.
+
+    Args:
+      path: the folder.
+      target: of a drafter that was saved with one; the arrays that they share are its own.
+
+    Returns:
+      A Model or a Drafter, as saved, on the device of the target or else the first one.
+
+    Raises:
+      FileNotFoundError: no saved folder is there.
+      ValueError: arrays are missing, unknown or of a wrong shape for the config (all are listed);
+        the target is missing, or another one.
+
+    Example:
+      drafter = jspec.restore("heads/eagle3", target=model)
+    """
+    path = Path(path).absolute()
+    if not (path / "jspec.json").is_file():
+        raise FileNotFoundError(
+            f"{path} is no folder of jspec.save: it has no jspec.json. Pass a saved folder; a "
+            "Hugging Face folder goes to jspec.load."
+        )
+    description = read_json(path / "jspec.json")
+    if description.get("format") != _FORMAT:
+        raise ValueError(
+            f"{path} has format {description.get('format')!r}, wanted {_FORMAT}. Restore it with "
+            "the jspec that saved it."
+        )
+    config = config_from_json(description["config"])
+    shapes = orbax.read_shapes(path / "params") if (path / "params").is_dir() else {}
+    shared = _reattach(path, description.get("shared", {}), target)
+    _check_fit(path, _template(config), dict(_leaves(shapes)) | shared)
+    home = jax.devices()[0] if target is None else next(iter(target.params["embed"].devices()))
+    own = orbax.read(path / "params", shapes, SingleDeviceSharding(home)) if shapes else {}
+    params = _nest(dict(_leaves(own)) | shared) or None
+    if "model" in description:
+        fields = description["model"]
+        return Model(config, params, **fields | {"stop_ids": tuple(fields["stop_ids"])})
+    return Drafter(config, params)
+
+
+_MODEL_FIELDS = ("tokenizer_json", "chat_template", "stop_ids")
+
+# Arrays by their keys.
+
+_Keys = tuple[str, ...]
+
+
+def _leaves(params: Params) -> Iterator[tuple[_Keys, Any]]:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        yield tuple(entry.key for entry in path), leaf
+
+
+def _nest(leaves: dict[_Keys, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for keys, leaf in leaves.items():
+        at = tree
+        for key in keys[:-1]:
+            at = at.setdefault(key, {})
+        at[keys[-1]] = leaf
+    return tree
+
+
+def _check_alive(params: Params) -> None:
+    dead = ["/".join(keys) for keys, leaf in _leaves(params) if leaf.is_deleted()]
+    if dead:
+        raise ValueError(
+            f"save: {', '.join(dead)} of `saved` was deleted, or donated to a jitted function. "
+            "Load it again, and donate the memory of a state alone."
+        )
+
+
+def _find_shared(params: Params, of_target: Params) -> dict[_Keys, _Keys]:
+    """Maps a drafter's arrays to those of the target that are the same object."""
+    by_id = {id(leaf): keys for keys, leaf in _leaves(of_target)}
+    return {keys: by_id[id(leaf)] for keys, leaf in _leaves(params) if id(leaf) in by_id}
+
+
+def _reattach(path: Path, shared: dict[str, str], target: Model | None) -> dict[_Keys, Any]:
+    if not shared:
+        return {}
+    if target is None:
+        raise ValueError(
+            f"{path} was saved without {', '.join(shared)}, which are its target's. Load the "
+            "target and pass target=model."
+        )
+    arrays = {"/".join(keys): leaf for keys, leaf in _leaves(target.params)}
+    missing = sorted(set(shared.values()) - arrays.keys())
+    if missing:
+        raise ValueError(
+            f"{path} shares {', '.join(missing)} with its target, and `target` has none. Pass the "
+            "target that it was saved with."
+        )
+    return {tuple(own.split("/")): arrays[of] for own, of in shared.items()}
+
+
+def _template(config: Any) -> dict[_Keys, Any]:
+    """Returns the shapes that a config's params have, by keys."""
+    if isinstance(config, ModelConfig):
+        return dict(_leaves(llama.abstract_params(config, "float32")))
+    init_params = proposers.of(config).init_params
+    if init_params is None:
+        return {}
+    draw = functools.partial(init_params, config, dtype="float32")
+    return dict(_leaves(jax.eval_shape(lambda key: draw(key=key), jax.random.key(0))))
+
+
+def _check_fit(path: Path, wanted: dict[_Keys, Any], found: dict[_Keys, Any]) -> None:
+    problems = []
+    for keys in sorted(wanted.keys() | found.keys()):
+        name = "/".join(keys)
+        if keys not in found:
+            problems.append(f"missing: {name} {list(wanted[keys].shape)}")
+        elif keys not in wanted:
+            problems.append(f"unknown: {name} {list(found[keys].shape)}")
+        elif wanted[keys].shape != found[keys].shape:
+            shapes = list(found[keys].shape), list(wanted[keys].shape)
+            problems.append(f"wrong shape: {name} {shapes[0]}, wanted {shapes[1]}")
+    if problems:
+        raise ValueError(
+            f"{path}: the arrays do not fit the config in jspec.json:\n  "
+            + "\n  ".join(problems)
+            + "\nSave it again, and pass the target that it was saved with."
+        )
+
+
+# Configs in JSON: an object with its class for a dataclass or a named tuple, a list for a tuple.
+
+
+def config_to_json(config: Any) -> Any:
+    """Returns a config as `json.dumps` takes it.
+
+    Args:
+      config: a frozen dataclass of numbers, texts, tuples, named tuples and other dataclasses.
+
+    Raises:
+      TypeError: a field holds something else.
+    """
+    if _has_fields(type(config)):
+        values = {name: config_to_json(getattr(config, name)) for name in _fields(type(config))}
+        return {_CLASS: type(config).__name__} | values
+    if isinstance(config, tuple):
+        return [config_to_json(item) for item in config]
+    if isinstance(config, PathLike):
+        return os.fspath(config)
+    if config is None or isinstance(config, (bool, int, float, str)):
+        return config
+    raise TypeError(
+        f"config holds {config!r}, a {type(config).__name__}, wanted numbers, texts, tuples and "
+        "dataclasses. Keep arrays in params."
+    )
+
+
+def config_from_json(value: Any) -> Any:
+    """Returns the config that `config_to_json` wrote.
+
+    Raises:
+      ValueError: a class or a field is unknown, or a value is not allowed.
+    """
+    if isinstance(value, list):
+        return tuple(config_from_json(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    classes = _config_classes()
+    cls = classes.get(value.get(_CLASS, ""))
+    if cls is None:
+        raise ValueError(
+            f"config class {value.get(_CLASS)!r} is unknown, wanted one of "
+            f"{', '.join(sorted(classes))}. Restore it with the jspec that saved it."
+        )
+    fields = {name: config_from_json(item) for name, item in value.items() if name != _CLASS}
+    try:
+        return cls(**fields)
+    except TypeError as error:
+        raise ValueError(
+            f"config {cls.__name__} does not take these fields ({error}). Restore it with the "
+            "jspec that saved it."
+        ) from error
+
+
+def _config_classes() -> dict[str, type]:
+    """Returns every class that a registered config is made of, by name."""
+    found: dict[str, type] = {}
+    waiting: list[Any] = [ModelConfig, *(p.Config for p in proposers.REGISTRY.values())]
+    while waiting:
+        kind = waiting.pop()
+        waiting += typing.get_args(kind)
+        if _has_fields(kind) and kind.__name__ not in found:
+            found[kind.__name__] = kind
+            waiting += typing.get_type_hints(kind).values()
+    return found
+
+
+def _has_fields(kind: Any) -> bool:
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
+
+
+def _fields(kind: Any) -> list[str]:
+    """Returns what the constructor of a dataclass or named tuple takes."""
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind) if field.init]
+    return list(kind._fields)

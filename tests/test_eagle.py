@@ -1,0 +1,242 @@
+"""EAGLE-1 heads against recorded hidden states, logits and chains, and what loading refuses."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.checkpoint import read
+from jspec.models import eagle
+from jspec.models.eagle import EagleModelConfig
+from jspec.proposers import _draft
+from jspec.proposers.eagle import PROPOSER, draft_model, recognises
+from tests.conftest import GOLDEN
+from tests.paged import make_view, poisoned_cache, shuffled_tables
+from tests.steps import Row, make_step
+from tests.transcripts import chain_with_outputs
+
+pytestmark = pytest.mark.any_device
+
+HEADS = ["eagle1_llama", "eagle1_llama_fcbias"]
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32, as the recordings' README says
+NEAR_TIE = 1e-3
+PAGE_SIZE, PAGES = 5, 8
+
+
+@functools.cache
+def target(dtype="float32"):
+    return jspec.load(GOLDEN / "models" / "target_llama", dtype)
+
+
+def checkpoint(name, *, drop=(), config=None, **tensors):
+    """A head's checkpoint, changed."""
+    original = read(GOLDEN / "models" / name)
+    kept = {key: value for key, value in original.tensors() if key not in drop} | tensors
+    return original._replace(
+        config=original.config | (config or {}), names=tuple(kept), tensors=lambda: kept.items()
+    )
+
+
+def load(checkpoint, **kwargs):
+    return PROPOSER.load(checkpoint, target(), **{"dtype": "float32"} | kwargs)
+
+
+def recorded_batch(data, config, rng):
+    """The step that read the recorded prompts whole, over shuffled pages."""
+    rows = [
+        Row(slot=i, context=data[f"prompt_{i}"], kept=[int(data[f"next_token_{i}"])], start=0)
+        for i in range(3)
+    ]
+    num_rows = sum(len(row.context) for row in rows)
+    scheduled, verified = make_step(
+        rows, num_requests=4, num_rows=num_rows + 5, width=6, pages_per_request=PAGES, poison=True
+    )
+    table = scheduled.block_table.copy()
+    table[:3] = shuffled_tables(rng, 3, PAGES, 3 * PAGES)
+    hidden = np.full((num_rows + 5, config.model.hidden_size), np.nan, np.float32)
+    hidden[:num_rows] = np.concatenate([data[f"target_hidden_{i}"] for i in range(3)])
+    scheduled = dataclasses.replace(scheduled, block_table=table, hidden=hidden)
+    return jspec.prepare(scheduled, verified, vocab_size=config.vocab_size)
+
+
+def cache_of(config):
+    return poisoned_cache(config.model, num_pages=3 * PAGES, page_size=PAGE_SIZE)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name, rng):
+    data = np.load(GOLDEN / "models" / name / "expected.npz")
+    config, params = load(checkpoint(name))
+    batch = recorded_batch(data, config, rng)
+    cache = cache_of(config)
+
+    @jax.jit
+    def run(params, batch, cache):
+        model = draft_model(config, params)
+        rows = _draft.first_pass(
+            batch,
+            num_slots=1,
+            shift=True,
+            page_size=PAGE_SIZE,
+            max_model_len=cache.max_model_len,
+        )
+        out, feedback, _ = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
+        return out, feedback, model.logits(out)
+
+    out, feedback, logits = run(params, batch, cache)
+    assert logits.dtype == np.float32
+    np.testing.assert_array_equal(out, feedback)
+    for i in range(3):
+        rows = slice(*batch.query_start[i : i + 2])
+        np.testing.assert_allclose(out[rows], data[f"out_hidden_{i}"], **TOLERANCE)
+        np.testing.assert_allclose(logits[rows], data[f"logits_{i}"], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_draft_loop_gives_the_recorded_chain(name, rng):
+    data = np.load(GOLDEN / "models" / name / "expected.npz")
+    config, params = load(checkpoint(name), num_drafts=5)
+    batch = recorded_batch(data, config, rng)
+
+    @jax.jit
+    def run(params, batch, cache):
+        return chain_with_outputs(draft_model(config, params), config, batch, cache, steps=5)
+
+    drafts, out, logits = run(params, batch, cache_of(config))
+    assert drafts.num_drafts.tolist() == [5, 5, 5, 0]
+    for i in range(3):
+        assert data[f"chain_gap_{i}"].min() > NEAR_TIE  # nothing to excuse
+        np.testing.assert_array_equal(drafts.tokens[i], data[f"chain_tokens_{i}"])
+        np.testing.assert_allclose(out[i], data[f"chain_hidden_{i}"], **TOLERANCE)
+        np.testing.assert_allclose(logits[i], data[f"chain_logits_{i}"], **TOLERANCE)
+
+
+def test_two_layers_are_those_of_a_plain_loop(rng):
+    """Layer 0 has no input norm, layer 1 has one, nothing is normed at the end."""
+    config = EagleModelConfig.tiny(num_layers=2, fc_bias=True, qkv_bias=True)
+    params = eagle.init_params(config, jax.random.key(3), "float32")
+    params = jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape, "f"), params)
+    ids, hidden = rng.integers(0, 64, 9), rng.standard_normal((9, 32), np.float32)
+    tables = shuffled_tables(rng, 1, 2, 2)
+    view = make_view(tables, [0], [9], page_size=PAGE_SIZE)
+    cache = poisoned_cache(config, num_pages=2, page_size=PAGE_SIZE)
+    model = eagle.build(config, params)
+    out, _ = model(ids.astype(np.int32), hidden, view, cache)
+    wanted = dense(config, jax.tree.map(np.float64, params), ids, hidden)
+    np.testing.assert_allclose(out, wanted, **TOLERANCE)
+    np.testing.assert_allclose(model.logits(out), wanted @ params["head"].T, atol=1e-3)
+
+
+def dense(config, params, ids, hidden):
+    """EAGLE-1 without a cache, in float64."""
+    T, N, n, d = len(ids), config.num_heads, config.num_kv_heads, config.head_dim
+
+    def norm(x, weight):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.rms_norm_eps) * weight
+
+    def rotated(x):
+        angle = np.arange(T)[:, None] * config.rope.theta ** -(np.arange(0, d, 2) / d)
+        turn = np.exp(1j * angle)[:, None]
+        pairs = (x[..., : d // 2] + 1j * x[..., d // 2 :]) * turn
+        return np.concatenate([pairs.real, pairs.imag], -1)
+
+    x = np.concatenate([params["embed"][ids], hidden], -1) @ params["fc"] + params["fc_bias"]
+    for i in range(config.num_layers):
+        layer = params["layers"][str(i)]
+        read = norm(x, layer["input_norm"]["weight"]) if i else x
+        qkv = read @ layer["attention"]["qkv"] + layer["attention"]["qkv_bias"]
+        q, k, v = np.split(qkv.reshape(T, N + 2 * n, d), [N, N + n], axis=1)
+        k, v = (np.repeat(part, N // n, axis=1) for part in (rotated(k), v))
+        scores = np.einsum("qhd,khd->hqk", rotated(q), k) / np.sqrt(d)
+        scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        scores /= scores.sum(-1, keepdims=True)
+        x = x + np.einsum("hqk,khd->qhd", scores, v).reshape(T, -1) @ layer["attention"]["o"]
+        gate, up = np.split(
+            norm(x, layer["post_norm"]["weight"]) @ layer["mlp"]["gate_up"], 2, axis=-1
+        )
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp"]["down"]
+    return x
+
+
+def test_embedding_and_head_are_the_targets_own_arrays():
+    embed = np.asarray(target().params["embed"])
+    for given in (checkpoint(HEADS[0]), checkpoint(HEADS[0], drop=["embed_tokens.weight"])):
+        params = load(given).params
+        assert params["embed"] is target().params["embed"]
+        assert params["head"] is target().params["head"]
+    other = load(checkpoint(HEADS[0], **{"embed_tokens.weight": embed + 1})).params
+    np.testing.assert_array_equal(other["embed"], embed + 1)
+    assert other["head"] is target().params["head"]
+
+
+def test_the_head_of_a_target_with_tied_embeddings_is_its_embedding():
+    config = dataclasses.replace(target().config, tie_embeddings=True)
+    params = {name: leaf for name, leaf in target().params.items() if name != "head"}
+    tied = target()._replace(config=config, params=params)
+    params = PROPOSER.load(checkpoint(HEADS[0]), tied, dtype="float32").params
+    assert params["head"] is params["embed"] is tied.params["embed"]
+
+
+def test_a_head_may_have_another_dtype_than_its_target():
+    config, params = PROPOSER.load(checkpoint(HEADS[0]), target("bfloat16"), dtype="float32")
+    assert params["fc"].dtype == np.float32 and params["embed"].dtype == jnp.bfloat16
+    prompts = [[5, 6, 7, 8], [9, 4]]
+    arguments = {"max_tokens": 12, "stop_ids": ()}
+    report = jspec.generate(target("bfloat16"), prompts, config, params, **arguments)
+    assert report.stats.num_accepted_tokens > 0
+
+
+def test_the_config_says_what_the_checkpoint_has():
+    config, params = load(checkpoint(HEADS[1]), num_drafts=3, draft_sampling="probabilistic")
+    assert config.num_drafts == 3 and config.draft_sampling == "probabilistic"
+    assert config.model.fc_bias and params["fc_bias"].shape == (64,)
+    assert not config.model.qkv_bias and not config.model.o_bias  # `bias` is the projection's
+    assert load(checkpoint(HEADS[0], config={"bias": True})).config.model.fc_bias is False
+    assert load(checkpoint(HEADS[0])).config.num_drafts == 5
+    reads = PROPOSER.reads(config)
+    assert (reads.hidden_layers, reads.hidden_size, reads.sampling) == (("norm",), 64, True)
+
+
+def test_a_head_is_recognised_by_its_tensors():
+    head = checkpoint(HEADS[0])
+    assert recognises(head.config, head.names)
+    assert jspec.load(GOLDEN / "models" / HEADS[0], target=target()).config.model.num_layers == 1
+    assert recognises({"architectures": ["EagleLlamaForCausalLM"]}, [])
+    target_names = read(GOLDEN / "models" / "target_llama").names
+    assert not recognises({"architectures": ["LlamaForCausalLM"]}, target_names)
+    for other in ("midlayer.mlp.up_proj.weight", "hidden_norm.weight", "d2t", "mask_hidden"):
+        assert not recognises(head.config, [*head.names, other])
+    for name in ("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"):
+        assert not recognises({"architectures": [name]}, head.names)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"config": {"hidden_size": 48}}, "hidden_size is 48, the target's 64.*trained for"),
+        ({"config": {"vocab_size": 99}}, "vocab_size is 99, the target's 128.*trained for"),
+        ({"layers.0.input_layernorm.weight": np.ones(64)}, "layers.0.input_layernorm.*Remove"),
+        ({"lm_head.weight": np.ones((128, 64))}, "lm_head.weight.*Remove"),
+        (
+            {"embed_tokens.weight": np.ones((128, 32))},
+            r"\[128, 32\], wanted \[128, 64\].*same head",
+        ),
+        ({"drop": ["fc.weight"]}, r"missing: fc.weight \[64, 128\]"),
+        (
+            {"fc.weight": np.ones((64, 64))},
+            r"wrong shape: fc.weight \[64, 64\], wanted \[64, 128\]",
+        ),
+        ({"layers.1.mlp.up_proj.weight": np.ones((9, 9))}, "unknown: layers.1.mlp.up_proj.weight"),
+        ({"config": {"num_hidden_layers": 2}}, "missing: layers.1.input_layernorm.weight"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(changes, words):
+    changes = dict(changes)
+    options = {name: changes.pop(name) for name in ("drop", "config") if name in changes}
+    with pytest.raises(ValueError, match="(?s)" + words):
+        load(checkpoint(HEADS[0], **options, **changes))

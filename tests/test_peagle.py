@@ -1,0 +1,217 @@
+"""P-EAGLE: an EAGLE-3 head that drafts all tokens in one pass, against its recording."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jspec
+from jspec.models import eagle3
+from jspec.proposers import _draft
+from jspec.proposers._draft import mask_token_of
+from jspec.proposers.eagle3 import PROPOSER, Eagle3Config, draft_model
+from tests import test_contract as contract
+from tests.heads import (
+    NEAR_TIE,
+    NUM_PROMPTS,
+    PAGE_SIZE,
+    PAGES,
+    TOLERANCE,
+    checkpoint,
+    recorded,
+    recorded_batch,
+    target,
+)
+from tests.paged import poisoned_cache
+from tests.steps import Row
+
+pytestmark = pytest.mark.any_device
+
+NAME = "peagle_llama"
+K = 5
+
+
+propose = jax.jit(PROPOSER.propose, static_argnums=(0, 4))
+
+
+def load(given=NAME, **kwargs):
+    given = checkpoint(given) if isinstance(given, str) else given
+    return PROPOSER.load(given, target(), **{"dtype": "float32", "num_drafts": K} | kwargs)
+
+
+def fuse(config, params, hidden):
+    extra = ("target_ids", "mask_hidden")
+    params = {name: leaf for name, leaf in params.items() if name not in extra}
+    return eagle3.build(config.model, params).fuse(hidden)
+
+
+@pytest.fixture
+def drafter():
+    return load()
+
+
+def test_the_pass_gives_the_recorded_rows_and_drafts(drafter, rng):
+    config, params = drafter
+    assert (config.parallel_drafting, config.mask_token) == (True, 126)
+    data = recorded(NAME)
+    batch = recorded_batch(data, config, "aux_hidden", rng)
+    num_pages = NUM_PROMPTS * PAGES
+    cache = poisoned_cache(config.model.decoder, num_pages=num_pages, page_size=PAGE_SIZE)
+
+    @jax.jit
+    def run(params, batch, cache):
+        model = draft_model(config, params)
+        rows = _draft.first_pass(
+            dataclasses.replace(batch, hidden=fuse(config, params, batch.hidden)),
+            num_slots=K,
+            shift=True,
+            page_size=PAGE_SIZE,
+            max_model_len=cache.max_model_len,
+            mask_token=model.mask_token,
+            mask_hidden=model.mask_hidden,
+        )
+        out, x, _ = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
+        return rows, x, model.logits(out)
+
+    rows, x, logits = run(params, batch, cache)
+    _, drafts = propose(config, params, cache, batch, K)
+    for i in range(NUM_PROMPTS):
+        np.testing.assert_allclose(params["mask_hidden"], data[f"mask_feature_{i}"], **TOLERANCE)
+        at = slice(*rows.view.query_start[i : i + 2])
+        np.testing.assert_array_equal(rows.token_ids[at], data[f"input_ids_{i}"])
+        np.testing.assert_allclose(x[at], data[f"out_hidden_{i}"], **TOLERANCE)
+        np.testing.assert_allclose(logits[at], data[f"logits_{i}"], **TOLERANCE)
+        assert data[f"draft_gap_{i}"].min() > NEAR_TIE  # nothing to excuse
+        np.testing.assert_array_equal(drafts.tokens[i], data[f"draft_tokens_{i}"])
+
+
+def test_one_draft_is_that_of_the_chain(drafter, rng):
+    data = recorded(NAME)
+    config, params = drafter.config, drafter.params
+    batch = recorded_batch(data, config, "aux_hidden", rng)
+    chain = dataclasses.replace(config, parallel_drafting=False)
+    results = []
+    for form in (config, chain):
+        cache = poisoned_cache(
+            config.model.decoder, num_pages=NUM_PROMPTS * PAGES, page_size=PAGE_SIZE
+        )
+        results.append(propose(form, params, cache, batch, 1))
+    (parallel_cache, parallel), (chain_cache, wanted) = results
+    np.testing.assert_array_equal(parallel.tokens, wanted.tokens)
+    assert parallel.num_drafts.tolist() == [1, 1, 1, 0]
+    np.testing.assert_array_equal(parallel_cache.k, chain_cache.k)
+
+
+def test_decoding_with_it_gives_the_tokens_of_plain_decoding(drafter):
+    prompts = [recorded(NAME)[f"prompt_{i}"].tolist() for i in range(NUM_PROMPTS)]
+    options = {"max_tokens": 24, "stop_ids": (), "chunk_size": 7}
+    plain = jspec.generate_plain(target(), prompts, **options)
+    report = jspec.generate(target(), prompts, *drafter, max_requests=2, **options)
+    assert [g.tokens for g in report.generations] == [g.tokens for g in plain.generations]
+    assert report.stats.num_accepted_tokens > report.stats.num_drafts  # more than one a step
+
+
+PARALLEL = dataclasses.replace(Eagle3Config.tiny(), parallel_drafting=True, mask_token=63)
+RULES = [
+    contract.test_padding_is_inert_whatever_it_holds,
+    contract.test_the_bucket_does_not_change_the_drafts,
+    contract.test_permuted_requests_get_permuted_drafts,
+    contract.test_fewer_drafts_are_the_first_ones,
+    contract.test_a_request_may_ask_for_fewer_drafts,
+    contract.test_step_is_prepare_and_propose,
+    contract.test_a_request_that_is_discarded_drafts_nothing_and_loses_nothing,
+    contract.test_no_draft_goes_past_the_longest_request,
+    contract.test_a_warmed_bucket_never_compiles_again,
+    contract.test_only_memory_is_donated_and_it_is_rewritten_in_place,
+    contract.test_the_pure_core_scans_under_an_outer_jit_without_the_host,
+]
+
+
+@pytest.fixture
+def parallel_contract(monkeypatch):
+    """The contract's helpers, over the parallel form."""
+    monkeypatch.setattr(
+        contract, "tiny", lambda name, **changes: dataclasses.replace(PARALLEL, **changes)
+    )
+
+
+@pytest.mark.usefixtures("parallel_contract")
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_contract_of_drafters_holds(rule):
+    rule("eagle3")
+
+
+@pytest.mark.usefixtures("parallel_contract")
+def test_rows_of_rejected_and_masked_tokens_leave_no_trace():
+    """A step behind rejected drafts drafts like one that reads the same text afresh."""
+    context, slot = contract.CONTEXTS[3], 3
+    state = contract.fresh("eagle3", slots=[slot])
+    read = Row(slot=slot, context=context, kept=[1], start=0)
+    state, _ = jspec.step(state, *contract.layout(state, [read]))
+    verify = Row(slot=slot, context=[*context, 1], drafts=[7, 8, 9], kept=[7, 2])
+    state, drafts = jspec.step(state, *contract.layout(state, [verify]))
+    whole = Row(slot=slot, context=[*context, 1, 7], kept=[2], start=0)
+    fresh = contract.drafts_of(contract.fresh("eagle3", slots=[slot]), [whole])
+    contract.assert_same(jax.tree.map(np.asarray, drafts), fresh)
+    assert fresh.num_drafts[0] == PARALLEL.num_drafts
+
+
+@pytest.mark.parametrize(
+    "config, token",
+    [
+        ({"dflash_config": {"mask_token_id": 7}, "pard_token": 8, "ptd_token_id": 9}, 7),
+        ({"pard_token": 8, "ptd_token_id": 9}, 8),
+        ({"dflash_config": {"block_size": 4}, "ptd_token_id": 9}, 9),
+        ({"mask_token_id": 6, "pard_token": 8}, 6),
+        ({"dflash_config": {"mask_token_id": 0}, "pard_token": 8}, 0),
+        ({"pard_token": None, "ptd_token_id": 0}, 0),
+    ],
+)
+def test_the_mask_token_is_the_first_one_named(config, token):
+    assert mask_token_of(config) == token
+
+
+def test_a_config_without_a_mask_token_is_refused():
+    with pytest.raises(
+        ValueError, match="dflash_config.mask_token_id.*pard_token.*ptd_token_id.*Add"
+    ):
+        mask_token_of({"dflash_config": {}})
+    for token in (-1, 2.5, True):
+        with pytest.raises(ValueError, match=f"`pard_token` is {token}, wanted a plain int"):
+            mask_token_of({"pard_token": token})
+
+
+def test_the_checkpoint_or_the_caller_chooses_the_form():
+    assert load().config.parallel_drafting
+    chain = load(parallel_drafting=False)
+    assert not chain.config.parallel_drafting and "mask_hidden" not in chain.params
+    assert not load(checkpoint(NAME, drop=["mask_hidden"])).config.parallel_drafting
+
+
+def test_a_head_that_fuses_nothing_keeps_its_mask_vector_as_it_is(rng):
+    mask = rng.standard_normal((1, 64), np.float32)
+    config = {"eagle_config": {"use_aux_hidden_state": False}}
+    params = load(checkpoint(NAME, config=config, mask_hidden=mask)).params
+    np.testing.assert_array_equal(params["mask_hidden"], mask[0])
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"drop": ["mask_hidden"]}, "no mask_hidden.*pass parallel_drafting=False"),
+        ({"mask_hidden": np.ones((1, 1, 64))}, r"mask_hidden has shape \[1, 1, 64\].*192.*same"),
+        ({"config": {"ptd_token_id": None}}, "ptd_token_id.*Add"),
+        ({"config": {"ptd_token_id": 128}}, "`mask_token` is 128.*vocab_size = 128.*trained"),
+    ],
+)
+def test_a_head_that_cannot_draft_in_parallel_is_refused(changes, words):
+    with pytest.raises(ValueError, match="(?s)" + words):
+        load(checkpoint(NAME, **changes), parallel_drafting=True)
+
+
+def test_params_without_the_mask_vector_are_refused(drafter):
+    params = {name: leaf for name, leaf in drafter.params.items() if name != "mask_hidden"}
+    cache = jspec.CacheConfig(num_pages=8, max_model_len=64)
+    with pytest.raises(ValueError, match="no 'mask_hidden'.*one call of jspec.load"):
+        jspec.init(drafter.config, params, cache=cache, max_requests=1)

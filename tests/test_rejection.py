@@ -1,0 +1,376 @@
+"""Rejection sampling: recordings, a plain loop, requests that are alone in what they get."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import rejection, sampling, verify
+from jspec.axes import PAD_TOKEN
+from tests.conftest import GOLDEN
+
+pytestmark = pytest.mark.any_device
+
+run = jax.jit(rejection.rejection)
+run_synthetic = jax.jit(rejection.synthetic)
+sampled = jax.jit(rejection.sampled, static_argnums=0)
+METHODS = ("rejection", "block")
+
+
+def recorded(name):
+    """Lists the cases of a recording: (name, arrays)."""
+    data = np.load(GOLDEN / f"{name}.npz")
+    cases = []
+    for i, case in enumerate(data["names"]):
+        prefix = f"c{i:03d}."
+        arrays = {k.removeprefix(prefix): data[k] for k in data.files if k.startswith(prefix)}
+        cases.append(pytest.param(arrays, id=str(case)))
+    return cases
+
+
+def padded(flat, counts, width, fill):
+    """Spreads flat rows over requests: [N, ...] -> [B, width, ...]."""
+    out = np.full((len(counts), width, *flat.shape[1:]), fill, flat.dtype)
+    out[np.arange(width)[None] < counts[:, None]] = flat
+    return out
+
+
+def one_request(rng, B, K, V, with_probs=True):
+    """Draws a batch of steps; the drafts come from their distributions."""
+    logits = rng.normal(size=(B, K + 1, V)).astype(np.float32) * 2
+    q = np.exp(rng.normal(size=(B, K, V)))
+    q = (q / q.sum(-1, keepdims=True)).astype(np.float32)
+    drafts = np.array([[rng.choice(V, p=row / row.sum()) for row in rows] for rows in q])
+    return logits, drafts.astype(np.int32).reshape(B, K), q if with_probs else None
+
+
+@pytest.mark.parametrize("case", recorded("rejection_sampler"))
+def test_every_recorded_case_comes_out_exactly(case):
+    counts = case["in.num_draft_tokens"]
+    K = case["out.output_token_ids"].shape[1] - 1
+    logits = padded(case["in.target_logits"], counts, K + 1, 0.0)
+    is_random = case["in.temperature"] > 0
+    temperature = np.where(is_random, np.float32(1), np.float32(0))  # the logits are scaled
+    arguments = {
+        "temperature": temperature,
+        "uniform": padded(case["in.uniform_probs"].astype(np.float32), counts, K, 1.0),
+        "exponential": case["in.q"][:, None],
+        "bonus": case["in.bonus_token_ids"][:, 0].astype(np.int32),
+    }
+    if "in.draft_probs" in case:
+        arguments["probs"] = padded(case["in.draft_probs"], counts, K, 0.0)
+    function = run
+    if "in.synthetic_acceptance_rates" in case:
+        rates = case["in.synthetic_acceptance_rates"].tolist()
+        arguments["rates"] = jnp.asarray(rejection.synthetic_rates(K, rates=rates))
+        function = run_synthetic
+    drafts = padded(case["in.draft_token_ids"], counts, K, 7)
+    arguments = jax.tree.map(jnp.asarray, arguments)
+    verified, accepted = function(*map(jnp.asarray, (logits, drafts, counts)), **arguments)
+    np.testing.assert_array_equal(verified.tokens, case["out.output_token_ids"])
+    kept = (case["out.output_token_ids"] != PAD_TOKEN).sum(1)
+    np.testing.assert_array_equal(accepted, kept - 1)
+    rows = np.repeat(is_random, counts)
+    target = sampling.distribution(case["in.target_logits"], np.ones(len(rows), np.float32))
+    np.testing.assert_allclose(target[rows], case["out.target_probs"][rows], atol=1e-5)
+
+
+def block_inputs(case):
+    """Reads a case of the newer sampler: each request's first row holds the token before."""
+    start = case["in.cu_num_logits"]
+    rows = np.diff(start).astype(np.int32)
+    W = case["out.standard_sampled"].shape[1]
+    temperature = case["in.temperature"]
+    drafts = padded(case["in.draft_sampled"].astype(np.int32), rows, W, 3)[:, 1:]
+    arguments = {
+        "temperature": np.where(temperature > 0, np.float32(1), np.float32(0)),
+        "uniform": padded(case["in.u"], rows, W, 1.0)[:, :-1],
+        "exponential": np.exp(-padded(case["in.gumbel"], rows, W, 0.0)),
+    }
+    if "in.draft_logits" in case:
+        scale = np.where(temperature > 0, temperature, 1)[:, None, None]
+        arguments["probs"] = np.asarray(jax.nn.softmax(case["in.draft_logits"] / scale, axis=-1))
+    logits = padded(case["in.target_logits"], rows, W, 0.0)
+    return jax.tree.map(jnp.asarray, ((logits, drafts, rows - 1), arguments))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", recorded("block_verification"))
+def test_every_recorded_case_of_the_newer_sampler_comes_out_exactly(case, method):
+    arrays, arguments = block_inputs(case)
+    verified, accepted = jax.jit(getattr(rejection, method))(*arrays, **arguments)
+    name = {"rejection": "standard", "block": "block"}[method]
+    np.testing.assert_array_equal(accepted + 1, case[f"out.{name}_num_sampled"])
+    np.testing.assert_array_equal(verified.tokens, case[f"out.{name}_sampled"])
+
+
+def test_every_recorded_output_is_parsed_exactly():
+    for case in json.loads((GOLDEN / "parse_output.json").read_text()):
+        tokens = np.array(case["output_token_ids"])
+        got = rejection.parse_output(
+            tokens, case["vocab_size"], discard=case["discard_req_indices"]
+        )
+        assert got == case["result"], case["name"]
+        assert tokens.tolist() == case["output_token_ids"]
+
+
+def by_a_loop(logits, drafts, num_drafts, temperature, uniform, exponential, probs):
+    """The oracle: the rule of arXiv 2211.17192, request by request, in float64."""
+    rows = []
+    for b, heat in enumerate(temperature):
+        row = []
+        for j in range(num_drafts[b] + 1):
+            scores = logits[b, j].astype(np.float64)
+            best = int(np.argmax(scores))
+            if heat > 0:
+                weights = np.exp((scores - scores.max()) / heat)
+                p = weights / weights.sum()
+            else:
+                p = np.eye(len(scores))[best]
+            draft = drafts[b, j] if j < num_drafts[b] else PAD_TOKEN
+            if 0 <= draft < len(p):
+                q = np.eye(len(p))[draft] if probs is None else probs[b, j].astype(np.float64)
+                if heat > 0:
+                    kept = p[draft] / q[draft] >= uniform[b, j]
+                else:
+                    kept = draft == best
+                if kept:
+                    row.append(int(draft))
+                    continue
+                p = np.maximum(p - q, 0)
+            row.append(int(np.argmax(p / exponential[b, j])) if heat > 0 else best)
+            break
+        rows.append(row + [PAD_TOKEN] * (logits.shape[1] - len(row)))
+    return rows
+
+
+@pytest.mark.parametrize("with_probs", [False, True])
+@pytest.mark.parametrize("B, K, V", [(1, 0, 3), (1, 1, 5), (9, 4, 7), (5, 7, 130)])
+def test_any_size_matches_the_loop(B, K, V, with_probs, rng):
+    """With greedy rows, placeholders, ids past the vocabulary and unused columns."""
+    logits, drafts, probs = one_request(rng, B, K, V, with_probs)
+    drafts[rng.random((B, K)) < 0.1] = PAD_TOKEN
+    drafts[rng.random((B, K)) < 0.1] = V
+    num_drafts = rng.integers(0, K + 1, B).astype(np.int32)
+    temperature = rng.choice(np.array([0, -1, np.nan, 0.5, 1.0, 2.0], np.float32), B)
+    uniform = rng.random((B, K)).astype(np.float32)
+    exponential = rng.exponential(size=(B, K + 1, V)).astype(np.float32)
+    arguments = {"temperature": temperature, "uniform": uniform, "exponential": exponential}
+    wanted = by_a_loop(logits, drafts, num_drafts, probs=probs, **arguments)
+    arguments = jax.tree.map(jnp.asarray, arguments | {"probs": probs})
+    verified, accepted = run(*map(jnp.asarray, (logits, drafts, num_drafts)), **arguments)
+    assert verified.tokens.tolist() == wanted
+    assert accepted.tolist() == [sum(t != PAD_TOKEN for t in row) - 1 for row in wanted]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_requests_get_what_greedy_verification_gives(method, rng):
+    """Of equal scores the lowest id, whatever the drafter's distribution was."""
+    B, K, V = 60, 3, 6
+    logits = rng.integers(0, 3, (B, K + 1, V)).astype(np.float32)  # ties everywhere
+    drafts = np.where(rng.random((B, K)) < 0.7, logits[:, :-1].argmax(-1), 2).astype(np.int32)
+    num_drafts = rng.integers(0, K + 1, B).astype(np.int32)
+    probs = rng.dirichlet(np.ones(V), (B, K)).astype(np.float32) * (rng.random((B, K, 1)) < 0.8)
+    arrays = tuple(map(jnp.asarray, (logits, drafts, num_drafts)))
+    wanted, count = verify.greedy(*arrays)
+    assert set(count.tolist()) == {0, 1, 2, 3}
+    got, accepted = sampled(
+        method,
+        *arrays,
+        temperature=jnp.zeros(B),
+        seed=jnp.arange(B, dtype=jnp.int32),
+        position=jnp.full(B, 5, jnp.int32),
+        probs=jnp.asarray(probs.astype(np.float32)),
+    )
+    assert got.tokens.tolist() == wanted.tokens.tolist()
+    assert accepted.tolist() == count.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_neighbours_padding_and_the_bucket_change_nothing(method, with_probs, rng):
+    B, K, V = 7, 4, 11
+    logits, drafts, probs = one_request(rng, B, K, V, with_probs)
+    drafts[:, :2] = logits[:, :2].argmax(-1)  # so that some are kept
+    num_drafts = np.array([0, 1, 2, 3, 4, 4, 4], np.int32)
+    numbers = {
+        "temperature": rng.uniform(0.3, 2, B).astype(np.float32),
+        "seed": rng.integers(-(2**31), 2**31, B).astype(np.int32),
+        "position": rng.integers(0, 99, B).astype(np.int32),
+    }
+
+    def verify_rows(rows, columns=K, poison=0):
+        """Verifies some rows, behind `poison` others and in another width."""
+        pad = columns - K
+
+        def take(x, axis_1=True):
+            if x is None:
+                return None
+            x = x[rows]
+            if axis_1:
+                fill = np.full((len(x), pad, *x.shape[2:]), 3, x.dtype)
+                x = np.concatenate([x, fill], axis=1)
+            others = np.full((poison, *x.shape[1:]), 2, x.dtype)
+            return jnp.asarray(np.concatenate([others, x]))
+
+        arguments = {name: take(x, False) for name, x in numbers.items()}
+        got, accepted = sampled(
+            method,
+            *(take(logits), take(drafts), take(num_drafts, False)),
+            **arguments,
+            probs=take(probs),
+        )
+        tokens = np.asarray(got.tokens)[poison:]
+        assert (tokens[:, K + 1 :] == PAD_TOKEN).all()
+        return tokens[:, : K + 1].tolist(), accepted.tolist()[poison:]
+
+    wanted = verify_rows(np.arange(B))
+    assert 0 < sum(wanted[1]) < num_drafts.sum()
+    order = rng.permutation(B)
+    assert verify_rows(order)[0] == [wanted[0][i] for i in order]
+    assert verify_rows(np.arange(B), columns=K + 3, poison=2) == wanted
+    for b in range(B):
+        assert verify_rows(np.array([b]))[0] == [wanted[0][b]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_without_drafts_gives_the_token_that_plain_sampling_draws(method, rng):
+    B, V = 50, 40
+    logits = jnp.asarray(rng.normal(size=(B, 1, V)).astype(np.float32))
+    numbers = jnp.full(B, 0.8), jnp.arange(B, dtype=jnp.int32), jnp.full(B, 4, jnp.int32)
+    nothing = jnp.zeros((B, 0), jnp.int32), jnp.zeros(B, jnp.int32)
+    got, _ = sampled(
+        method,
+        *(logits, *nothing),
+        **dict(zip(("temperature", "seed", "position"), numbers, strict=True)),
+        probs=jnp.zeros((B, 0, V)),
+    )
+    drawn = sampling.draw(logits[:, 0], *numbers, stream=rejection.TARGET_STREAM)
+    assert got.tokens[:, 0].tolist() == drawn.tolist()
+
+
+def test_a_placeholder_is_rejected_and_the_token_after_it_is_the_targets_own():
+    """Not of the residual: with q the whole of p on token 0, that would exclude it."""
+    logits = jnp.log(jnp.array([[[0.9, 0.05, 0.05]] * 2]))
+    probs = jnp.array([[[1.0, 0.0, 0.0]]])
+    for method in (rejection.rejection, rejection.block):
+        verified, accepted = method(
+            logits,
+            jnp.array([[PAD_TOKEN]]),
+            jnp.array([1]),
+            temperature=jnp.ones(1),
+            uniform=jnp.full((1, 1), 1e-6),
+            exponential=jnp.ones((1, 1, 3)),
+            probs=probs,
+        )
+        assert verified.tokens.tolist() == [[0, PAD_TOKEN]]
+        assert accepted.tolist() == [0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_that_the_target_never_says_is_never_kept(method):
+    B = 4000
+    logits = jnp.broadcast_to(jnp.array([0.0, -jnp.inf, 1.0])[None, None], (B, 2, 3))
+    got, accepted = sampled(
+        method,
+        logits,
+        jnp.ones((B, 1), jnp.int32),
+        jnp.ones(B, jnp.int32),
+        temperature=jnp.ones(B),
+        seed=jnp.arange(B, dtype=jnp.int32),
+        position=jnp.zeros(B, jnp.int32),
+    )
+    assert not accepted.any()
+    assert set(got.tokens[:, 0].tolist()) == {0, 2}
+
+
+def test_where_rounding_leaves_no_residual_the_token_is_one_that_the_target_says():
+    """The draft is refused although p = q: id 0 would be what the target never says."""
+    verified, accepted = run(
+        jnp.log(jnp.array([[[0.0, 1.0, 0.0]] * 2])),
+        jnp.array([[1]]),
+        jnp.array([1]),
+        temperature=jnp.ones(1),
+        uniform=jnp.full((1, 1), 1.5),
+        exponential=jnp.ones((1, 1, 3)),
+    )
+    assert accepted.tolist() == [0]
+    assert verified.tokens.tolist() == [[1, PAD_TOKEN]]
+
+
+@pytest.mark.parametrize(
+    "wanted, given",
+    [
+        ([0.9, 2 / 3, 0.5], {"rates": [0.9, 0.6, 0.3]}),
+        ([1, 0.5, 0], {"length": 2.5}),
+        ([1, 1, 1], {"length": 4}),
+        ([0, 0, 0], {"length": 1}),
+        ([0.5, 0, 0], {"rates": [0.5, 0, 0]}),
+    ],
+)
+def test_synthetic_rates_are_conditional(wanted, given):
+    with warnings.catch_warnings(action="error"):
+        rates = rejection.synthetic_rates(3, **given)
+    assert rates.dtype == np.float32
+    np.testing.assert_allclose(rates, wanted, atol=1e-7)
+
+
+def test_synthetic_acceptance_has_the_wanted_length(rng):
+    B, K, V = 40_000, 3, 4
+    verified, accepted = run_synthetic(
+        jnp.zeros((B, K + 1, V)),
+        jnp.ones((B, K), jnp.int32),
+        jnp.full(B, K, jnp.int32),
+        rates=jnp.asarray(rejection.synthetic_rates(K, rates=[0.9, 0.6, 0.3])),
+        temperature=jnp.ones(B),
+        uniform=jnp.asarray(rng.random((B, K)).astype(np.float32)),
+        exponential=jnp.asarray(rng.exponential(size=(B, 1, V)).astype(np.float32)),
+    )
+    shares = [(np.asarray(accepted) > j).mean() for j in range(K)]
+    np.testing.assert_allclose(shares, [0.9, 0.6, 0.3], atol=0.01)  # four standard errors
+    first = np.asarray(verified.tokens)[accepted == 0, 0]
+    assert set(first) == {0, 2, 3}  # a refused draft is not drawn again
+
+
+@pytest.mark.parametrize(
+    "given, word",
+    [
+        ({}, "exactly one"),
+        ({"rates": [1.0] * 3, "length": 2}, "exactly one"),
+        ({"length": 0.9}, "1..4"),
+        ({"length": 4.5}, "num_drafts"),
+        ({"length": float("nan")}, "1..4"),
+        ({"rates": [0.5, 0.5]}, "a rate for each draft"),
+        ({"rates": [0.5, 0.6, 0.1]}, "Lower the later"),
+        ({"rates": [1.5, 0.6, 0.1]}, "numbers in 0..1"),
+        ({"rates": [0.5, 0.1, float("nan")]}, "numbers in 0..1"),
+    ],
+)
+def test_rates_that_are_none_are_refused(given, word):
+    with pytest.raises(ValueError, match=word):
+        rejection.synthetic_rates(3, **given)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"logits": jnp.zeros((2, 3, 5))}, "one logits row per draft"),
+        ({"uniform": jnp.zeros((2, 2))}, "`uniform` .2, 2."),
+        ({"probs": jnp.zeros((2, 3, 4))}, "over the target's vocabulary"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(method, change, word):
+    arguments = {
+        "logits": jnp.zeros((2, 4, 5)),
+        "drafts": jnp.zeros((2, 3), jnp.int32),
+        "num_drafts": jnp.ones(2, jnp.int32),
+        "temperature": jnp.ones(2),
+        "uniform": jnp.zeros((2, 3)),
+        "exponential": jnp.ones((2, 1, 5)),
+    }
+    with pytest.raises(ValueError, match=word):
+        getattr(rejection, method)(**arguments | change)

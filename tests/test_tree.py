@@ -1,0 +1,331 @@
+"""Trees as static choices, the recorded ones, and trees that a toy model drafts."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.axes import PAD_TOKEN
+from jspec.cache import init_cache
+from jspec.config import CacheConfig
+from jspec.metadata import ancestors
+from jspec.models.eagle import EagleModelConfig
+from jspec.models.medusa import HeadsConfig
+from jspec.proposers._draft import DraftModel
+from jspec.proposers._tree import TreeDraftingConfig, check_width, draft_tree
+from jspec.proposers.eagle import EagleConfig
+from jspec.proposers.eagle3 import Eagle3Config
+from jspec.proposers.medusa import MedusaConfig
+from jspec.state import Batch
+from jspec.tree import DynamicTree, Tree
+
+pytestmark = pytest.mark.any_device
+
+UNEVEN = [(0,), (1,), (3,), (0, 0), (0, 2), (3, 0), (0, 2, 0), (0, 2, 1)]
+EVEN = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
+CHAIN = [(0,), (0, 0), (0, 0, 0)]
+DEEP = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)]
+WIDE = Tree([(0,), (500,)])
+TREES = [EVEN, UNEVEN, CHAIN, [(0,), (2,)], [(1,), (1, 0)]]
+
+
+def cases(golden):
+    data = np.load(golden / "tree_drafting.npz")
+    for i, name in enumerate(data["names"]):
+        start = f"c{i:03d}."
+        arrays = {k.removeprefix(start): data[k] for k in data.files if k.startswith(start)}
+        yield str(name), json.loads(str(data["scalars"][i])), arrays
+
+
+def test_levels_children_and_ancestors_equal_the_recorded_ones(golden):
+    seen = 0
+    for name, scalars, arrays in cases(golden):
+        tree = Tree([tuple(path) for path in scalars["tree"]])
+        assert tree.cu_per_level == tuple(arrays["out.cu_drafts_per_level"])
+        assert tree.choices == Tree(str([tuple(p) for p in scalars["tree"][::-1]])).choices
+        if name == "uneven0":  # the original divides level sizes there
+            assert tree.num_children_per_level is None
+            continue
+        assert tree.num_children_per_level == tuple(arrays["out.child_drafts_per_level"])
+        assert tree.num_nodes == len(arrays["out.tree_draft_pos_offsets"])
+        if name == "unsorted":  # recorded in the order of the list, which its config sorts first
+            assert [list(path) for path in tree.choices] != scalars["tree"]
+            continue
+        assert tree.num_per_level == tuple(arrays["out.depth_counts"])
+        bias = arrays["out.tree_attn_bias"]
+        np.testing.assert_array_equal(tree.visible, bias[1:, 1:] == 0)
+        assert (bias[:, 0] == 0).all()
+        seen += 1
+    assert seen == 10
+
+
+def test_an_uneven_tree_says_who_follows_whom():
+    tree = Tree(UNEVEN[::-1])
+    assert list(tree.choices) == UNEVEN
+    assert (tree.num_nodes, tree.depth, tree.width) == (8, 3, 4)
+    assert tree.parents.tolist() == [PAD_TOKEN] * 3 + [0, 0, 2, 4, 4]
+    assert tree.ranks.tolist() == [0, 1, 3, 0, 2, 0, 0, 1]
+    assert tree.depths.tolist() == [1, 1, 1, 2, 2, 2, 3, 3]
+    assert (tree.num_per_level, tree.cu_per_level) == ((3, 3, 2), (3, 6, 8))
+    wanted = [[a == b[: len(a)] for a in UNEVEN] for b in UNEVEN]
+    assert tree.visible.tolist() == wanted
+    assert Tree.chain(3) == Tree(CHAIN) and hash(Tree.chain(3)) == hash(Tree(CHAIN))
+    with pytest.raises(ValueError, match="read-only"):
+        tree.parents[0] = 3
+
+
+@pytest.mark.parametrize("paths", TREES)
+def test_ancestors_follow_from_the_parents(paths):
+    tree = Tree(paths)
+    parents = np.stack([tree.parents, np.full(tree.num_nodes, PAD_TOKEN, np.int32)])
+    got = jax.jit(ancestors, static_argnames="depth")(parents, depth=tree.depth)
+    np.testing.assert_array_equal(got[0], tree.visible)
+    np.testing.assert_array_equal(got[1], np.eye(tree.num_nodes))
+
+
+def test_ancestors_of_a_long_chain_reach_the_root():
+    for depth in range(1, 18):
+        tree = Tree.chain(depth)
+        got = ancestors(tree.parents[None], depth=depth)
+        np.testing.assert_array_equal(got[0], tree.visible)
+
+
+@pytest.mark.parametrize(
+    "choices, error, word",
+    [
+        ([], ValueError, "empty"),
+        ([()], ValueError, r"leave \(\) out"),
+        ([(0,), (0, -1)], ValueError, r"\(0, -1\).*at least 0"),
+        ([(0,), (1, 0)], ValueError, r"\(1, 0\).*Add the parent"),
+        ([(0,), (1,), (0,)], ValueError, r"\(0,\) twice"),
+        ([(0), (1)], TypeError, "comma"),
+        ([[0], [1]], TypeError, r"\[0\].*tuple"),
+        ([(0.0,)], TypeError, "plain ints"),
+        ([(True,)], TypeError, "plain ints"),
+        (7, TypeError, "list of tuples"),
+        ("[(0,), (1", ValueError, "Python literal"),
+        ("print(1)", ValueError, "Python literal"),
+        ("(0, 1)", TypeError, "comma"),
+    ],
+)
+def test_a_tree_that_is_none_is_refused_by_name(choices, error, word):
+    with pytest.raises(error, match=word):
+        Tree(choices)
+
+
+@pytest.mark.parametrize(
+    "call, error, word",
+    [
+        (lambda: DynamicTree(top_k=2, depth=2, num_nodes=7), ValueError, "Lower num_nodes"),
+        (lambda: DynamicTree(top_k=0, depth=2, num_nodes=1), ValueError, "top_k"),
+        (lambda: TreeDraftingConfig(tree=Tree(EVEN), num_drafts=5), ValueError, "Leave num_drafts"),
+        (lambda: TreeDraftingConfig(tree=EVEN), TypeError, r"tree=jspec.Tree\("),
+        (
+            lambda: TreeDraftingConfig(tree=Tree(EVEN), draft_sampling="probabilistic"),
+            ValueError,
+            "draft_sampling='greedy'",
+        ),
+        (lambda: TreeDraftingConfig(), ValueError, "num_drafts=1"),
+        (
+            lambda: MedusaConfig(
+                model=HeadsConfig.tiny(), tree=DynamicTree(top_k=2, depth=2, num_nodes=4)
+            ),
+            TypeError,
+            "MedusaConfig.*wanted a jspec.Tree",
+        ),
+        (lambda: EagleConfig(tree=WIDE, model=EagleModelConfig.tiny()), ValueError, "lower ranks"),
+        (
+            lambda: dataclasses.replace(
+                Eagle3Config.tiny(), num_drafts=6, tree=Tree(EVEN), parallel_drafting=True
+            ),
+            ValueError,
+            "parallel_drafting=False",
+        ),
+        (
+            lambda: check_width("Mine", Tree([(0,), (4,)]), 4),
+            ValueError,
+            "Mine.*best 5.*lower ranks",
+        ),
+    ],
+)
+def test_a_config_that_contradicts_its_tree_is_refused(call, error, word):
+    with pytest.raises(error, match=word):
+        call()
+
+
+# Drafting with the toy model of the recordings: integer arithmetic, no attention.
+
+
+class Toy:
+    """Its next hidden state is a function of token, position and hidden state; see the MANIFEST."""
+
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+        self.passes = []
+
+    def forward(self, ids, positions, hidden):
+        h0, h1, h2 = np.moveaxis(np.asarray(hidden, np.int64), -1, 0)
+        i, q = np.asarray(ids, np.int64), np.asarray(positions, np.int64)
+        last = [5 * i + 3 * q + 7 * h0 + h1, i + 11 * q + 2 * h1 + 1, h0 + 2 * i + h2]
+        last = np.stack(last, -1) % self.vocab_size
+        return last, (last + 1) % self.vocab_size
+
+    def logits(self, last):
+        l0, l1, l2 = (np.asarray(last, np.int64)[..., j, None] for j in range(3))
+        v = np.arange(self.vocab_size)
+        return ((17 * v + 29 * l0 + 5 * l1 + l2) * 31) % 257 * self.vocab_size + v
+
+    def as_draft_model(self, root_logits, root_hidden):
+        """Answers the first pass with what was recorded of it."""
+
+        def run(token_ids, hidden, view, cache, embeds):
+            self.passes.append((np.asarray(token_ids), view))
+            if len(self.passes) == 1:
+                return root_hidden, root_hidden, cache
+            last, feedback = self.forward(token_ids, view.positions, hidden)
+            return jnp.asarray(last, jnp.float32), jnp.asarray(feedback, jnp.float32), cache
+
+        def logits(out):
+            if len(self.passes) == 1:
+                return root_logits
+            return jnp.asarray(self.logits(out), jnp.float32)
+
+        return DraftModel(run=run, logits=logits, vocab_size=self.vocab_size)
+
+
+def toy_batch(arrays, hidden):
+    """One row a request: its root."""
+    positions = arrays["in.positions"].astype(np.int32)
+    B = len(positions)
+    table = np.tile(np.arange(arrays["in.block_table"].shape[1], dtype=np.int32)[None], (B, 1))
+    batch = Batch(
+        token_ids=np.zeros(B, np.int32),
+        positions=positions,
+        query_start=np.arange(B + 1, dtype=np.int32),
+        seq_lens=arrays["in.seq_lens"],
+        block_table=table,
+        num_drafts=np.zeros(B, np.int32),
+        request_slot=np.arange(B, dtype=np.int32),
+        backup_token=np.zeros(B, np.int32),
+        discard=np.zeros(B, bool),
+        hidden=hidden,
+        next_token=np.full(B, 5, np.int32),
+        last_index=np.arange(B, dtype=np.int32),
+        num_valid=np.ones(B, np.int32),
+        num_rejected=np.zeros(B, np.int32),
+    )
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def oracle(toy, tree, logits, hidden, position):
+    """Tokens of one request's tree by plain recursion from the root."""
+    tokens, states = {}, {(): (logits, hidden)}
+    for path in tree.choices:
+        above, feedback = states[path[:-1]]
+        order = np.lexsort((np.arange(len(above)), -above))  # the lowest id wins ties
+        tokens[path] = int(order[path[-1]])
+        last, new = toy.forward(tokens[path], position + len(path), feedback)
+        states[path] = toy.logits(last), new
+    return [tokens[path] for path in tree.choices]
+
+
+def draft_toy(arrays, tree, scalars, steps=None):
+    toy = Toy(scalars["vocab_size"])
+    batch = toy_batch(arrays, arrays["in.hidden_states"])
+    S, limit = scalars["block_size"], scalars["max_model_len"]
+    pages = CacheConfig(num_pages=4, page_size=S, max_model_len=limit, dtype="float32")
+    cache = init_cache(pages, num_layers=1, num_kv_heads=1, head_dim=2)
+    _, drafts = draft_tree(
+        toy.as_draft_model(*(jnp.asarray(arrays[f"in.{k}"]) for k in ("logits", "hidden_states"))),
+        TreeDraftingConfig(tree=tree),
+        batch,
+        cache,
+        page_size=S,
+        max_model_len=limit,
+        steps=tree.num_nodes if steps is None else steps,
+        shift=True,
+    )
+    return toy, jax.tree.map(np.asarray, drafts)
+
+
+def test_toy_trees_equal_the_recorded_first_level_and_the_oracle(golden):
+    for name, scalars, arrays in cases(golden):
+        tree = Tree([tuple(path) for path in scalars["tree"]])
+        toy, drafts = draft_toy(arrays, tree, scalars)
+        limit = scalars["max_model_len"]
+        room = limit - 2 - arrays["in.positions"]  # the next token lies at position + 1
+        counts = [int((tree.depths <= deep).sum()) for deep in room]
+        assert drafts.num_drafts.tolist() == counts, name
+        recorded = arrays["out.draft_token_ids"]
+        for b, count in enumerate(counts):
+            wanted = oracle(
+                toy,
+                tree,
+                arrays["in.logits"][b],
+                arrays["in.hidden_states"][b].astype(np.int64),
+                int(arrays["in.positions"][b]),
+            )
+            assert drafts.tokens[b].tolist() == wanted[:count] + [PAD_TOKEN] * (len(wanted) - count)
+            assert drafts.parents[b, :count].tolist() == tree.parents[:count].tolist()
+            first = min(count, tree.num_per_level[0])
+            assert drafts.tokens[b, :first].tolist() == recorded[b, :first].tolist()
+
+
+@pytest.mark.parametrize("paths", [UNEVEN, DEEP])
+def test_trees_that_were_not_recorded_equal_the_oracle(golden, paths):
+    _, scalars, arrays = next(cases(golden))
+    tree = Tree(paths)
+    toy, drafts = draft_toy(arrays, tree, scalars)
+    for b, position in enumerate(arrays["in.positions"].tolist()):
+        root = arrays["in.logits"][b], arrays["in.hidden_states"][b].astype(np.int64)
+        assert drafts.tokens[b].tolist() == oracle(toy, tree, *root, position)
+
+
+def test_a_recorded_chain_of_trees_is_drafted_as_recorded(golden):
+    """Below max_model_len a tree without branches is what the original drafts right."""
+    compared = 0
+    for name, scalars, arrays in cases(golden):
+        if name == "tree1":
+            tree = Tree([tuple(path) for path in scalars["tree"]])
+            _, drafts = draft_toy(arrays, tree, scalars)
+            assert drafts.tokens.tolist() == arrays["out.draft_token_ids"].tolist()
+            compared += 1
+    assert compared == 1
+
+
+@pytest.mark.parametrize("paths", TREES)
+def test_each_node_with_children_runs_once_and_sees_its_ancestors(golden, paths):
+    _, scalars, arrays = next(cases(golden))
+    tree = Tree(paths)
+    toy, drafts = draft_toy(arrays, tree, scalars)
+    inner = sorted({int(parent) for parent in tree.parents} - {PAD_TOKEN})
+    B, ran = len(drafts.tokens), []
+    for depth, (tokens, view) in enumerate(toy.passes[1:], 1):
+        level = [i for i in inner if tree.depths[i] == depth]
+        ran += level
+        assert tokens.reshape(B, -1).tolist() == drafts.tokens[:, level].tolist()
+        places = np.asarray(view.node_slots).reshape(B, -1)
+        wanted = np.arange(B)[:, None] * len(inner) + np.searchsorted(inner, level)
+        np.testing.assert_array_equal(places, wanted)
+        seen = np.asarray(view.visible).reshape(B, len(level), len(inner))
+        np.testing.assert_array_equal(seen, np.tile(tree.visible[level][:, inner], (B, 1, 1)))
+        assert (np.asarray(view.slots) == -1).all()
+        np.testing.assert_array_equal(view.seq_lens, arrays["in.seq_lens"])
+        roots = np.repeat(arrays["in.positions"], len(level))
+        np.testing.assert_array_equal(view.positions, roots + depth)
+    assert ran == inner
+
+
+def test_fewer_columns_are_the_first_nodes(golden):
+    _, scalars, arrays = next(cases(golden))
+    _, whole = draft_toy(arrays, Tree(UNEVEN), scalars)
+    for steps in range(len(UNEVEN) + 1):
+        toy, drafts = draft_toy(arrays, Tree(UNEVEN), scalars, steps)
+        np.testing.assert_array_equal(drafts.tokens, whole.tokens[:, :steps])
+        np.testing.assert_array_equal(drafts.parents, whole.parents[:, :steps])
+        assert drafts.num_drafts.tolist() == np.minimum(whole.num_drafts, steps).tolist()
+        deepest = 0 if steps == 0 else int(Tree(UNEVEN).depths[steps - 1])
+        assert len(toy.passes) == max(deepest, 1)
