@@ -1,5 +1,7 @@
 """Decoding on this machine's CPU: plain against transformers, n-gram drafting against plain.
 
+"adaptive" drafts as "ngram" does and verifies what is expected to pay.
+
     python benchmarks/decode.py --output benchmarks/results/decode-cpu.json
 
 Everything is measured in one run: the contenders take turns, and the medians of the turns are
@@ -22,14 +24,20 @@ from typing import Any
 import jax
 
 from jspec import measure, proposers
+from jspec.adaptive import Adaptive
 from jspec.checkpoint import Model, read
-from jspec.cli.generate import open_tokenizer
+from jspec.cli.models import open_tokenizer
 from jspec.config import CacheConfig
 from jspec.demo.assets import cache_folder, fetch_smollm2
 from jspec.demo.prompts import demo_prompts
 from jspec.loading import load
 
 CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float32")
+CONTENDERS = {  # method, and what else the loop is told
+    "ngram": ("ngram", {}),
+    "ngram_gpu": ("ngram_gpu", {}),
+    "adaptive": ("ngram", {"drafting": Adaptive()}),
+}
 LOOKUP = {"num_drafts": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 LOAD = """
 import resource, sys
@@ -88,19 +96,23 @@ def main() -> None:
 
 def against_plain(model: Model, prompts, rounds: int, sizes: dict[str, Any]) -> dict[str, Any]:
     """Compares each n-gram drafter with plain decoding on one kind of prompt."""
-    configs = {n: proposers.find(n).Config(**LOOKUP) for n in ("ngram", "ngram_gpu")}
     last: dict[str, Any] = {}
 
     def contender(name: str):
+        config, options = None, {}
+        if name != "plain":
+            method, options = CONTENDERS[name]
+            config = proposers.find(method).Config(**LOOKUP)
+
         def turn() -> float:
-            last[name] = measure.run(model, prompts, configs.get(name), **sizes)
+            last[name] = measure.run(model, prompts, config, **sizes, **options)
             return last[name].tokens_per_second
 
         return turn
 
-    turns = interleave(rounds, plain=contender("plain"), **{n: contender(n) for n in configs})
-    numbers = {name: compare(turns, name, "plain") for name in configs}
-    for name in configs:
+    turns = interleave(rounds, **{name: contender(name) for name in ("plain", *CONTENDERS)})
+    numbers = {name: compare(turns, name, "plain") for name in CONTENDERS}
+    for name in CONTENDERS:
         row = measure.summary(name, LOOKUP["num_drafts"], last[name], last["plain"])
         for key in ("mean_acceptance_length", "acceptance_per_position", "identical_to_plain"):
             numbers[name][key] = row[key]

@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jspec.earnings import Acceptance, Guess, Meter
 
@@ -76,10 +76,22 @@ class Costs:
     Attributes:
       passes: by number of rows: the target's pass, and the drafter's where it drafts nothing.
       drafts: by number of drafts: what the drafter takes on top of that.
+
+    Raises:
+      ValueError: a pass takes no time, or a draft a negative one.
     """
 
     passes: Mapping[int, float]
     drafts: Mapping[int, float]
+
+    def __post_init__(self):
+        if not all(cost > 0 for cost in self.passes.values()) or not all(
+            cost >= 0 for cost in self.drafts.values()
+        ):
+            raise ValueError(
+                f"Costs: `passes` is {dict(self.passes)} and `drafts` {dict(self.drafts)}, wanted "
+                "passes above 0 and drafts of at least 0. Give each number of rows its time."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +112,7 @@ class Adaptive:
 
     levels: tuple[int, ...] | None = None
     costs: Costs | None = None
-    memory: float = 6.0
+    memory: float = 4.0
     probe_share: float = 0.02
 
     def __post_init__(self):
@@ -329,13 +341,10 @@ class ByEarnings:
 
     def draft(self, slots: Collection[int]) -> int:
         """Chooses the level with the best expected rate; the largest one, where a probe is due."""
-        rates = {}
-        for level in self.levels:
-            units = self._units(dict.fromkeys(slots, level))
-            rates[level], _ = self._best(len(slots), units, self._costs.draft(level))
-        best, most = max(self.levels, key=rates.__getitem__), self.levels[-1]
-        extra = self._costs.draft(most) - self._costs.draft(best)
+        most = self.levels[-1]
         dearest = self._costs.draft(most) - self._costs.draft(self.levels[0])
+        best = self._best_level(slots) if dearest > 0 else most
+        extra = self._costs.draft(most) - self._costs.draft(best)
         earned = self.probe_share * self._costs.run(self.sizes[0])
         self._allowance = min(self._allowance + earned, dearest)  # saves up for one probe
         if extra <= self._allowance:
@@ -371,6 +380,13 @@ class ByEarnings:
         assert self.costs is not None, "measure first"
         return self.costs
 
+    def _best_level(self, slots: Collection[int]) -> int:
+        rates = {}
+        for level in self.levels:
+            units = self._units(dict.fromkeys(slots, level))
+            rates[level], _ = self._best(len(slots), units, self._costs.draft(level))
+        return max(self.levels, key=rates.__getitem__)  # of equals the fewest
+
     def _units(self, offers: Mapping[int, int]) -> list["_Unit"]:
         """Lists what can be verified for itself, best first: a draft of a chain, a whole tree."""
         units = []
@@ -396,8 +412,7 @@ class ByEarnings:
         return best, count
 
 
-@dataclass(frozen=True)
-class _Unit:
+class _Unit(NamedTuple):
     tokens: float
     num_rows: int
     slot: int

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jspec import metadata, proposers
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.config import Buckets, CacheConfig, check_at_least
+from jspec.proposers.fitting import check_params
 from jspec.state import Batch, Drafts, Memory, Params, Scheduled, State, Verified
 
 
@@ -39,8 +40,9 @@ def init(
       A state whose arrays are committed to a device, so that warmed calls never compile again.
 
     Raises:
-      TypeError: config belongs to no registered proposer, or cache is no CacheConfig.
-      ValueError: max_requests < 1.
+      TypeError: config belongs to no registered proposer, cache is no CacheConfig, or params are
+        no nested dict of arrays.
+      ValueError: max_requests < 1, or params do not fit the config (all that is wrong is listed).
 
     Example:
       >>> import jspec
@@ -55,6 +57,7 @@ def init(
             "jspec.CacheConfig(num_pages=..., max_model_len=...)."
         )
     check_at_least("init", 1, max_requests=max_requests)
+    check_params("init", config, params)
     memory = proposer.init(config, params, cache, max_requests)
     if proposer.kind == "device":
         device = device_of((params, memory))
@@ -441,8 +444,10 @@ def _check_alive(state: State, owner: str) -> None:
             return
 
 
-def _hidden_dtype(state: State) -> Any:
-    """The element type that a target's hidden states have: that of the weights, else of KV."""
+def _hidden_dtype(state: State, buckets: Buckets) -> Any:
+    """The element type that a target's hidden states have: as told, else as weights, else as KV."""
+    if buckets.hidden_dtype is not None:
+        return jax.numpy.dtype(buckets.hidden_dtype)
     floats = [
         leaf.dtype
         for leaf in jax.tree.leaves(state.params)
@@ -473,9 +478,11 @@ def _examples(
     if buckets.axes == 3:
         positions, token_index = full(0, 3, num_rows), full(0, num_rows)
         scheduled = dataclasses.replace(scheduled, positions=positions, token_index=token_index)
+    if buckets.max_drafts:
+        scheduled = dataclasses.replace(scheduled, max_drafts=full(0, num_requests))
     reads = proposers.of(state.config).reads(state.config)
     if reads.hidden_layers:
-        hidden = np.zeros((num_rows, reads.hidden_size), _hidden_dtype(state))
+        hidden = np.zeros((num_rows, reads.hidden_size), _hidden_dtype(state, buckets))
         scheduled = dataclasses.replace(scheduled, hidden=hidden)
     if reads.sampling:
         temperature = np.zeros(num_requests, np.float32)
@@ -490,7 +497,7 @@ def _examples(
             f"warmup: `embeds` is True in the buckets, and {proposers.of(state.config).name} reads "
             "no input embeddings. Pass Buckets(..., embeds=False)."
         )
-    embeds = np.zeros((num_rows, reads.embeds_size), _hidden_dtype(state))
+    embeds = np.zeros((num_rows, reads.embeds_size), _hidden_dtype(state, buckets))
     mask = np.zeros(num_rows, bool)
     with_embeds = dataclasses.replace(scheduled, embeds=embeds, embeds_mask=mask)
     return [(scheduled, verified), (with_embeds, verified)]

@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jspec.rope import RopeConfig, check_above_0
+from jspec.rope import RopeConfig, check_above_0, check_bool
 
 
 def check_at_least(owner: str, minimum: int, **fields: int) -> None:
@@ -82,7 +82,10 @@ class Buckets:
       num_drafts: smaller numbers of drafts that calls ask for, ascending from 0 on, beside the
         config's own.
       axes: of the rows' positions: 3 for a target with M-RoPE.
-      embeds: steps may bring input embeddings, in the dtype of the drafter's weights.
+      embeds: steps may bring input embeddings.
+      hidden_dtype: of the target's hidden states and input embeddings, for example "bfloat16"; None
+        = that of the drafter's weights or, where it has none, of the cache.
+      max_drafts: steps bring `Scheduled.max_drafts`, all of them.
     """
 
     requests: tuple[int, ...]
@@ -90,6 +93,8 @@ class Buckets:
     num_drafts: tuple[int, ...] = ()
     axes: int = 1
     embeds: bool = False
+    hidden_dtype: str | None = None
+    max_drafts: bool = False
 
     def __post_init__(self):
         for name, least in (("requests", 1), ("tokens", 1), ("num_drafts", 0)):
@@ -109,13 +114,17 @@ class Buckets:
 
         if self.axes not in (1, 3):
             raise ValueError(f"Buckets: `axes` is {self.axes!r}, wanted 1, or 3 for M-RoPE.")
+        if self.hidden_dtype is not None:
+            dtype = check_float_dtype("Buckets", self.hidden_dtype)
+            object.__setattr__(self, "hidden_dtype", dtype)
 
     def pairs(self) -> list[tuple[int, int]]:
         """Lists each (requests, tokens) that a step can have: at least a token a request."""
         return [(b, t) for b in self.requests for t in self.tokens if t >= b]
 
 
-_MODEL_TYPES = ("llama", "mimo", "qwen2", "qwen3")
+_CLASS_NAMES = {"llama": "Llama", "mimo": "MiMo", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_MODEL_TYPES = tuple(_CLASS_NAMES)
 _QKV_BIAS_ONLY = ("mimo", "qwen2")
 
 # Options of config.json that we do not implement, and the values that leave a model unchanged.
@@ -220,7 +229,7 @@ class ModelConfig:
         heads = _required(config, "num_attention_heads")
         hidden_size = _required(config, "hidden_size")
         check_at_least("ModelConfig", 1, num_attention_heads=heads, hidden_size=hidden_size)
-        attention_bias = bool(config.get("attention_bias"))
+        attention_bias = flag(config, "attention_bias")
         eos = config.get("eos_token_id")
         optional = {"rms_norm_eps": "rms_norm_eps", "max_position_embeddings": "max_positions"}
         return cls(
@@ -229,17 +238,58 @@ class ModelConfig:
             intermediate_size=_required(config, "intermediate_size"),
             num_layers=_required(config, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden_size // heads,
+            num_kv_heads=_optional(config, "num_key_value_heads", heads),
+            head_dim=_optional(config, "head_dim", hidden_size // heads),
             rope=RopeConfig.from_hf(config),
-            tie_embeddings=bool(config.get("tie_word_embeddings")),
-            qkv_bias=config.get("qkv_bias", attention_bias or model_type in _QKV_BIAS_ONLY),
+            tie_embeddings=flag(config, "tie_word_embeddings"),
+            qkv_bias=flag(config, "qkv_bias", attention_bias or model_type in _QKV_BIAS_ONLY),
             o_bias=attention_bias and model_type not in _QKV_BIAS_ONLY,
             qk_norm=model_type == "qwen3",
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
             model_type=model_type,
             **{name: config[key] for key, name in optional.items() if key in config},
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Writes the Hugging Face config.json that `from_hf` reads as this config.
+
+        Raises:
+          ValueError: no config.json says all of it.
+
+        Example:
+          >>> ModelConfig.tiny().to_hf()["architectures"]
+          ['LlamaForCausalLM']
+        """
+        model_type = "qwen3" if self.qk_norm else self.model_type
+        stops = list(self.eos_token_ids)
+        config = {
+            "architectures": [f"{_CLASS_NAMES.get(model_type)}ForCausalLM"],
+            "model_type": model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": self.tie_embeddings,
+            "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
+            **self.rope.to_hf(),
+        }
+        if model_type not in _QKV_BIAS_ONLY:
+            config["attention_bias"] = self.o_bias
+        if self.qkv_bias != (self.o_bias or model_type in _QKV_BIAS_ONLY):
+            config["qkv_bias"] = self.qkv_bias
+        if type(self).from_hf(config) != self:
+            raise ValueError(
+                f"ModelConfig: a {self.model_type} with qk_norm={self.qk_norm}, "
+                f"qkv_bias={self.qkv_bias} and o_bias={self.o_bias} has no config.json. Keep it as "
+                "jspec.save writes it."
+            )
+        return config
 
     @classmethod
     def tiny(cls, **changes: Any) -> Self:
@@ -282,6 +332,38 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file} holds a {type(content).__name__}, wanted an object. Fetch the file again."
         )
     return content
+
+
+def section(hf_config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Returns an object inside a config.json, empty where there is none.
+
+    Raises:
+      ValueError: something else is there.
+    """
+    value = hf_config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"config.json: {key} is {value!r}, wanted an object. Fetch config.json again."
+        )
+    return value
+
+
+def flag(hf_config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """Returns what a config.json switches on or off, `default` where it does not say.
+
+    Raises:
+      ValueError: something else is there.
+    """
+    value = _optional(hf_config, key, default)
+    check_bool("config.json", **{key: value})
+    return value
+
+
+def _optional(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = config.get(key)
+    return default if value is None else value
 
 
 def _required(config: Mapping[str, Any], key: str) -> Any:

@@ -1,13 +1,31 @@
 """What a run of the loop amounts to: the numbers that the command line and benchmarks print."""
 
+import statistics
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+
+from jspec.adaptive import BatchSizeSchedule
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig
-from jspec.decode import Engine, Report, generate_plain
+from jspec.decode import Engine, Ran, Report, generate_plain
+from jspec.proposers.ngram import NgramConfig
 from jspec.scheduling import OnTokens
-from jspec.state import Params
+from jspec.state import Drafts, Params, Scheduled, Verified
+
+
+class Halves(NamedTuple):
+    """What a step without prompts takes, on average; None where there was none.
+
+    Attributes:
+      draft_ms: its drafting, from the call until the drafts are there.
+      verify_ms: its pass of the target, verification included.
+    """
+
+    draft_ms: float | None
+    verify_ms: float | None
 
 
 def identical(report: Report, plain: Report) -> bool:
@@ -65,6 +83,7 @@ def run(
     cache: CacheConfig,
     max_requests: int = 1,
     on_tokens: OnTokens | None = None,
+    **options: Any,
 ) -> Report:
     """Decodes prompts with everything compiled before the clock starts.
 
@@ -75,13 +94,73 @@ def run(
       params: the drafter's weights.
       max_tokens: most tokens to add to each prompt.
       cache: sizes; runs that are compared take the same.
-      max_requests: prompts decoded at the same time (with a drafter).
+      max_requests: prompts decoded at the same time.
       on_tokens: see `jspec.generate`.
+      **options: how tokens are chosen; with a drafter, how drafts are made and verified, too: see
+        `jspec.generate`.
     """
     sizes = {"max_tokens": max_tokens, "cache": cache}
-    if config is None:
+    if config is None and max_requests == 1:
         generate_plain(model, [[0, 0]], max_tokens=2, cache=cache, stop_ids=())
-        return generate_plain(model, prompts, on_tokens=on_tokens, **sizes)
-    engine = Engine(model, prompts, config, params, max_requests=max_requests, **sizes)
+        return generate_plain(model, prompts, on_tokens=on_tokens, **sizes, **options)
+    if config is None:
+        config, options["drafting"] = _NEVER
+    engine = Engine(model, prompts, config, params, max_requests=max_requests, **sizes, **options)
     engine.warmup()
     return engine.run(on_tokens)
+
+
+_NEVER = NgramConfig(num_drafts=1), BatchSizeSchedule([(1, 1, 0)])
+"""Plain decoding of several prompts together: a drafter that is never asked for a draft."""
+
+
+def halves(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    config: Any = None,
+    params: Params = None,
+    **options: Any,
+) -> Halves:
+    """Times the two halves of a step apart, in a run of their own: each is waited for.
+
+    Args, options: as `run`.
+    """
+    if config is None:
+        config, options["drafting"] = _NEVER
+    engine = _Timed(model, prompts, config, params, **options)
+    engine.warmup()
+    engine.run()
+    if not engine.steps:  # every prompt ended with its first token
+        return Halves(None, None)
+    draft, verify = (statistics.fmean(seconds) for seconds in zip(*engine.steps, strict=True))
+    return Halves(1e3 * draft, 1e3 * verify)
+
+
+class _Timed(Engine):
+    """A loop that waits for each half of a step, and notes what it took where no prompt is read."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.steps: list[tuple[float, float]] = []
+        self._draft_seconds = self._verify_seconds = 0.0
+
+    def step(self, on_tokens: OnTokens | None = None) -> bool:
+        """See `Engine`."""
+        self._draft_seconds = self._verify_seconds = 0.0
+        prompt_seconds = self.report.prompt_seconds
+        ran = super().step(on_tokens)
+        if ran and self.report.prompt_seconds == prompt_seconds:
+            self.steps.append((self._draft_seconds, self._verify_seconds))
+        return ran
+
+    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, Ran]:
+        begin = time.perf_counter()
+        result = jax.block_until_ready(super()._run_target(scheduled, width))
+        self._verify_seconds += time.perf_counter() - begin
+        return result
+
+    def _draft(self, scheduled: Scheduled, verified: Verified) -> Drafts:
+        begin = time.perf_counter()
+        drafts = jax.block_until_ready(super()._draft(scheduled, verified))
+        self._draft_seconds += time.perf_counter() - begin
+        return drafts

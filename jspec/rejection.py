@@ -96,7 +96,7 @@ def block(
 
     Other Args, Returns, Raises: as `rejection`.
 
-    Source: arXiv 2403.10444, algorithm 2; vLLM v1/worker/gpu/spec_decode/rejection_sampler_utils.py.
+    Source: arXiv 2403.10444; vLLM v1/worker/gpu/spec_decode/rejection_sampler_utils.py.
     """
     step = _read("block", logits, drafts, num_drafts, temperature, uniform, probs)
     return _emit(step, _test_block(step, uniform), exponential, bonus)
@@ -153,8 +153,8 @@ def synthetic_rates(
     if length is not None:
         if not 1 <= length <= num_drafts + 1:
             raise ValueError(
-                f"synthetic_rates: `length` is {length!r}, wanted 1..{num_drafts + 1}: a step gives "
-                "one token, and one more for each kept draft. Change it, or num_drafts."
+                f"synthetic_rates: `length` is {length!r}, wanted 1..{num_drafts + 1}: a step "
+                "gives one token, and one more for each kept draft. Change it, or num_drafts."
             )
         kept = np.clip(length - 1 - np.arange(num_drafts), 0, 1)
     else:
@@ -206,7 +206,7 @@ def sampled(
     uniform = jax.vmap(jax.vmap(test_number, (None, 0)), (0, None))(keys, columns)  # [B, K]
     step = _read("sampled", logits, drafts, num_drafts, temperature, uniform, probs)
     kept = _TESTS[method](step, uniform)
-    place = position + kept.count
+    place = position + kept.num_accepted
     noise = sampling.gumbel(seed, place, logits.shape[-1], stream=TARGET_STREAM)
     return _emit(step, kept, jnp.exp(-noise)[:, None], None)
 
@@ -263,7 +263,7 @@ class _Step(NamedTuple):
 class _Kept(NamedTuple):
     """How many drafts are kept, and the weight of p against q in what comes after them."""
 
-    count: Int[Array, "B"]
+    num_accepted: Int[Array, "B"]
     weight: Float[Array, "B"]
 
     @classmethod
@@ -292,8 +292,8 @@ def _read(
         )
     if probs is not None and probs.shape != (B, W - 1, V):
         raise ValueError(
-            f"{owner}: `probs` has shape {probs.shape}, wanted [B, K, V], {(B, W - 1, V)}. Pass the "
-            "distribution of each draft over the target's vocabulary, or None."
+            f"{owner}: `probs` has shape {probs.shape}, wanted [B, K, V], {(B, W - 1, V)}. Pass "
+            "the distribution of each draft over the target's vocabulary, or None."
         )
     flat = logits.reshape(B * W, V)
     target = sampling.distribution(flat, jnp.repeat(jnp.asarray(temperature), W))
@@ -344,7 +344,7 @@ def _test_block(step: _Step, uniform: Array) -> _Kept:
     chance = jnp.where(length == num_tokens, weight[:, 1:], chance)
     passes = (uniform <= chance) & (length <= num_tokens)
     count = jnp.max(jnp.where(passes, length, 0), axis=1, initial=0)
-    greedy = _Kept.prefix(step.is_token & _is_best(step)).count
+    greedy = _Kept.prefix(step.is_token & _is_best(step)).num_accepted
     count = jnp.where(step.is_random[:, 0], count, greedy)
     weight = jnp.take_along_axis(weight, count[:, None], axis=1, mode="clip")[:, 0]
     return _Kept(count, weight)
@@ -362,7 +362,7 @@ def _emit(
 ) -> tuple[Verified, Int[Array, "B"]]:
     """Draws the token after the kept drafts."""
     B, W, V = step.target.shape
-    at = kept.count[:, None]
+    at = kept.num_accepted[:, None]
 
     def here(x: Array) -> Array:
         index = jnp.minimum(at, x.shape[1] - 1)[:, :, None]
@@ -384,7 +384,7 @@ def _emit(
     best = jnp.take_along_axis(step.best, at, axis=1, mode="clip")[:, 0]
     token = jnp.where(step.is_random[:, 0], token, best)
     if bonus is not None:
-        token = jnp.where(kept.count == step.num_drafts, bonus.astype(jnp.int32), token)
+        token = jnp.where(kept.num_accepted == step.num_drafts, bonus.astype(jnp.int32), token)
     column = jnp.arange(W, dtype=jnp.int32)[None]
     tokens = jnp.where(column < at, drafts, jnp.where(column == at, token[:, None], PAD_TOKEN))
-    return Verified(tokens=tokens.astype(jnp.int32)), kept.count
+    return Verified(tokens=tokens.astype(jnp.int32)), kept.num_accepted

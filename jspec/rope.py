@@ -1,5 +1,6 @@
 """The rotary position embedding's static choices, read from a config.json."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias
@@ -38,9 +39,21 @@ _KEYS = {
 def check_above_0(owner: str, **fields: float) -> None:
     """Raises ValueError for the first field that is no number above 0."""
     for name, value in fields.items():
-        # The comparison refuses NaN, too.
-        if not (isinstance(value, (int, float)) and value > 0):
-            raise ValueError(f"{owner}: {name} is {value!r}, wanted a number above 0.")
+        # The comparison refuses NaN, too; JSON may say Infinity.
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and 0 < value < math.inf):
+            raise ValueError(
+                f"{owner}: {name} is {value!r}, wanted a number above 0. Correct it in config.json."
+            )
+
+
+def check_bool(owner: str, **fields: bool) -> None:
+    """Raises ValueError for the first field that is neither true nor false."""
+    for name, value in fields.items():
+        if not isinstance(value, bool):
+            raise ValueError(
+                f"{owner}: {name} is {value!r}, wanted true or false. Correct it in config.json."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +168,24 @@ class RopeConfig:
         names = _NEEDED[kind] | _OPTIONAL.get(kind, {})
         fields = {name: rope[key] for key, name in names.items() if rope.get(key) is not None}
         sections = rope.get("mrope_section")
+        interleaved = rope.get("mrope_interleaved")
+        interleaved = False if interleaved is None else interleaved
+        check_bool("RopeConfig", mrope_interleaved=interleaved)
         return cls(
             kind=kind,
             theta=cls.theta if theta is None else theta,
             mrope_section=tuple(sections) if isinstance(sections, list) else sections,
-            mrope_interleaved=bool(rope.get("mrope_interleaved")),
+            mrope_interleaved=interleaved,
             **fields,
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Writes what `from_hf` reads: `rope_theta`, and `rope_scaling` where there is some."""
+        names = _NEEDED[self.kind] | _OPTIONAL.get(self.kind, {})
+        values = {key: getattr(self, name) for key, name in names.items()}
+        scaling = {key: value for key, value in values.items() if value is not None}
+        if self.mrope_section is not None:
+            scaling["mrope_section"] = list(self.mrope_section)
+            scaling["mrope_interleaved"] = self.mrope_interleaved
+        scaling = {"rope_type": self.kind} | scaling if scaling else None
+        return {"rope_theta": self.theta, "rope_scaling": scaling}

@@ -104,7 +104,7 @@ def sampling_params(
 
     int32 = np.iinfo(np.int32)
     return SamplingParams(
-        temperature=read("temperature", temperature, np.float32, 0, np.finfo(np.float32).max),
+        temperature=read("temperature", temperature, np.float32, 0, _MOST),
         seed=read("seed", 0 if seed is None else seed, np.int32, int32.min, int32.max),
         top_k=optional("top_k", np.int32, -1, int32.max),
         top_p=optional("top_p", np.float32, _TINY, 1),
@@ -112,7 +112,7 @@ def sampling_params(
     )
 
 
-_TINY = float(np.finfo(np.float32).tiny)
+_TINY, _MOST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 _HINTS = {
     "temperature": "0 is greedy.",
     "seed": "Take the lowest 32 bits of it.",

@@ -5,12 +5,11 @@ Arrays that a drafter shares with its target are not written twice.
 """
 
 import dataclasses
-import functools
 import json
 import os
 import shutil
 import typing
-from collections.abc import Iterator
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from jspec.checkpoint import Model, orbax
 from jspec.config import ModelConfig, read_json
 from jspec.models import llama
 from jspec.proposers.base import Drafter
+from jspec.proposers.fitting import Keys, leaves_of, misfits, shapes_of
 from jspec.state import Params
 
 _FORMAT = 1
@@ -68,7 +68,9 @@ def save(path: str | PathLike[str], saved: Model | Drafter, *, target: Model | N
         )
     description["config"] = config_to_json(saved.config)
     _check_alive(saved.params)
-    own = _nest({keys: leaf for keys, leaf in _leaves(saved.params) if keys not in shared})
+    own = _nest(
+        {keys: leaf for keys, leaf in leaves_of(saved.params).items() if keys not in shared}
+    )
 
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
@@ -116,10 +118,10 @@ def restore(path: str | PathLike[str], target: Model | None = None) -> Model | D
     config = config_from_json(description["config"])
     shapes = orbax.read_shapes(path / "params") if (path / "params").is_dir() else {}
     shared = _reattach(path, description.get("shared", {}), target)
-    _check_fit(path, _template(config), dict(_leaves(shapes)) | shared)
+    _check_fit(path, config, leaves_of(shapes) | shared)
     home = jax.devices()[0] if target is None else next(iter(target.params["embed"].devices()))
     own = orbax.read(path / "params", shapes, SingleDeviceSharding(home)) if shapes else {}
-    params = _nest(dict(_leaves(own)) | shared) or None
+    params = _nest(leaves_of(own) | shared) or None
     if "model" in description:
         fields = description["model"]
         return Model(config, params, **fields | {"stop_ids": tuple(fields["stop_ids"])})
@@ -130,15 +132,8 @@ _MODEL_FIELDS = ("tokenizer_json", "chat_template", "stop_ids")
 
 # Arrays by their keys.
 
-_Keys = tuple[str, ...]
 
-
-def _leaves(params: Params) -> Iterator[tuple[_Keys, Any]]:
-    for path, leaf in jax.tree.leaves_with_path(params):
-        yield tuple(entry.key for entry in path), leaf
-
-
-def _nest(leaves: dict[_Keys, Any]) -> dict[str, Any]:
+def _nest(leaves: dict[Keys, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for keys, leaf in leaves.items():
         at = tree
@@ -149,7 +144,7 @@ def _nest(leaves: dict[_Keys, Any]) -> dict[str, Any]:
 
 
 def _check_alive(params: Params) -> None:
-    dead = ["/".join(keys) for keys, leaf in _leaves(params) if leaf.is_deleted()]
+    dead = ["/".join(keys) for keys, leaf in leaves_of(params).items() if leaf.is_deleted()]
     if dead:
         raise ValueError(
             f"save: {', '.join(dead)} of `saved` was deleted, or donated to a jitted function. "
@@ -157,13 +152,13 @@ def _check_alive(params: Params) -> None:
         )
 
 
-def _find_shared(params: Params, of_target: Params) -> dict[_Keys, _Keys]:
+def _find_shared(params: Params, of_target: Params) -> dict[Keys, Keys]:
     """Maps a drafter's arrays to those of the target that are the same object."""
-    by_id = {id(leaf): keys for keys, leaf in _leaves(of_target)}
-    return {keys: by_id[id(leaf)] for keys, leaf in _leaves(params) if id(leaf) in by_id}
+    by_id = {id(leaf): keys for keys, leaf in leaves_of(of_target).items()}
+    return {keys: by_id[id(leaf)] for keys, leaf in leaves_of(params).items() if id(leaf) in by_id}
 
 
-def _reattach(path: Path, shared: dict[str, str], target: Model | None) -> dict[_Keys, Any]:
+def _reattach(path: Path, shared: dict[str, str], target: Model | None) -> dict[Keys, Any]:
     if not shared:
         return {}
     if target is None:
@@ -171,7 +166,7 @@ def _reattach(path: Path, shared: dict[str, str], target: Model | None) -> dict[
             f"{path} was saved without {', '.join(shared)}, which are its target's. Load the "
             "target and pass target=model."
         )
-    arrays = {"/".join(keys): leaf for keys, leaf in _leaves(target.params)}
+    arrays = {"/".join(keys): leaf for keys, leaf in leaves_of(target.params).items()}
     missing = sorted(set(shared.values()) - arrays.keys())
     if missing:
         raise ValueError(
@@ -181,33 +176,16 @@ def _reattach(path: Path, shared: dict[str, str], target: Model | None) -> dict[
     return {tuple(own.split("/")): arrays[of] for own, of in shared.items()}
 
 
-def _template(config: Any) -> dict[_Keys, Any]:
-    """Returns the shapes that a config's params have, by keys."""
+def _check_fit(path: Path, config: Any, found: dict[Keys, Any]) -> None:
     if isinstance(config, ModelConfig):
-        return dict(_leaves(llama.abstract_params(config, "float32")))
-    init_params = proposers.of(config).init_params
-    if init_params is None:
-        return {}
-    draw = functools.partial(init_params, config, dtype="float32")
-    return dict(_leaves(jax.eval_shape(lambda key: draw(key=key), jax.random.key(0))))
-
-
-def _check_fit(path: Path, wanted: dict[_Keys, Any], found: dict[_Keys, Any]) -> None:
-    problems = []
-    for keys in sorted(wanted.keys() | found.keys()):
-        name = "/".join(keys)
-        if keys not in found:
-            problems.append(f"missing: {name} {list(wanted[keys].shape)}")
-        elif keys not in wanted:
-            problems.append(f"unknown: {name} {list(found[keys].shape)}")
-        elif wanted[keys].shape != found[keys].shape:
-            shapes = list(found[keys].shape), list(wanted[keys].shape)
-            problems.append(f"wrong shape: {name} {shapes[0]}, wanted {shapes[1]}")
+        wanted: Mapping[Keys, Any] = leaves_of(llama.abstract_params(config, "float32"))
+    else:
+        wanted = shapes_of(config)
+    problems = misfits(wanted, found)
     if problems:
         raise ValueError(
-            f"{path}: the arrays do not fit the config in jspec.json:\n  "
-            + "\n  ".join(problems)
-            + "\nSave it again, and pass the target that it was saved with."
+            f"{path}: the arrays do not fit the config in jspec.json:\n{problems}"
+            "Save it again, and pass the target that it was saved with."
         )
 
 

@@ -112,6 +112,7 @@ def test_outcomes_of_a_request_are_those_of_its_positions_and_end_at_the_first_e
 def test_a_new_request_starts_from_what_others_knew_and_forgets_the_one_before():
     policy = one_request()
     feed(policy, [0] * 30)
+    policy.observe(0, [], [1, 2, 3, 4], None)
     policy.start(0)
     assert policy._requests[0].chances == policy._pool.chances
     assert policy._pool.chances[0] < 0.1

@@ -3,15 +3,14 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
-import tokenizers
 
 from jspec import cli, measure
 from tests.conftest import GOLDEN
+from tests.text_models import with_tokenizer
 
 KEYS = {
     "method",
@@ -32,17 +31,8 @@ KEYS = {
 }
 
 
+KEEP_COMPILED = cli._keep_compiled
 HEAD = str(GOLDEN / "models" / "eagle3_llama")
-
-
-def with_tokenizer(path, name):
-    """Copies a recorded model and gives it a tokenizer of one token per ASCII character."""
-    shutil.copytree(GOLDEN / "models" / name, path)
-    vocab = {chr(i): i for i in range(128)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    tokenizer.save(str(path / "tokenizer.json"))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +49,7 @@ def target(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
 
 
 def generate(*words):
@@ -177,6 +168,7 @@ def test_a_model_without_a_tokenizer_says_where_it_belongs(capfd):
 
 
 def test_a_cache_folder_that_cannot_be_written_goes_unused(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "_keep_compiled", KEEP_COMPILED)
     (tmp_path / "file").touch()
     monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "file"))
     assert generate("--model", folder, "--prompt", "abc", "--max-tokens", 4) == 0

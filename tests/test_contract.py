@@ -189,6 +189,20 @@ def test_a_request_may_ask_for_fewer_drafts(name):
     assert np.asarray(drafts.tokens).tolist() == wanted.tolist()
 
 
+@pytest.mark.parametrize("name", ["ngram_gpu", "draft_model, sampled"])
+def test_steps_with_caps_for_each_request_are_warmed_where_asked_for(name):
+    state = empty(name, num_drafts=2)
+    # A bucket of its own: elsewhere in this process the shapes may be compiled already.
+    buckets = jspec.Buckets(requests=(B + 3,), tokens=(T + 3,), max_drafts=True)
+    jspec.warmup(state, buckets)
+    state = jspec.admit(state, 0, CONTEXTS[0])
+    scheduled, verified = layout(state, num_requests=B + 3, num_rows=T + 3)
+    scheduled = dataclasses.replace(scheduled, max_drafts=np.ones(B + 3, np.int32))
+    with backend_compiles() as compiled:
+        jspec.step(state, scheduled, verified)
+    assert not compiled
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_without_what_the_drafter_reads_is_refused(name):
     state = fresh(name)

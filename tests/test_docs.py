@@ -1,13 +1,31 @@
 """What the documents show is what happens."""
 
+import importlib
 import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
+import jspec
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PUBLIC = (
+    "jspec",
+    "jspec.checkpoint",
+    "jspec.decode",
+    "jspec.metadata",
+    "jspec.metrics",
+    "jspec.pallas",
+    "jspec.rejection",
+    "jspec.replay",
+    "jspec.sampling",
+    "jspec.suffix",
+    "jspec.target",
+    "jspec.verify",
+)
 
 
 def blocks(page: Path) -> list[str]:
@@ -15,8 +33,28 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
+def public_names(module: str) -> dict[str, object]:
+    """Lists `__all__`, or else what the module itself defines without an underscore."""
+    found = vars(importlib.import_module(module))
+    listed = found.get("__all__") or [
+        name
+        for name, value in found.items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module
+    ]
+    return {name: found[name] for name in listed}
+
+
+@pytest.fixture
+def registry():
+    """A method that an example registers is gone after it."""
+    before = dict(jspec.REGISTRY)
+    yield
+    jspec.REGISTRY.clear()
+    jspec.REGISTRY.update(before)
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
-def test_the_examples_of_a_page_run(page, capsys):
+def test_the_examples_of_a_page_run(page, capsys, registry):
     names = {"__name__": "example"}
     for code in blocks(page):
         exec(compile(code, page.name, "exec"), names)
@@ -25,11 +63,46 @@ def test_the_examples_of_a_page_run(page, capsys):
             assert wanted in printed
 
 
-def test_every_registered_method_is_in_the_readme():
-    from jspec import REGISTRY
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_every_registered_method_is_in_the_tables(page):
+    text = (ROOT / page).read_text()
+    assert not [name for name in jspec.REGISTRY if f"`{name}`" not in text]
 
-    readme = (ROOT / "README.md").read_text()
-    assert all(f"`{name}`" in readme for name in REGISTRY)
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_in_the_reference(module):
+    """A name that `jspec` has too stands there under its short form."""
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    shown = set(re.findall(r"`(jspec(?:\.\w+)+)`", reference))
+    names = public_names(module)
+    assert names
+    missing = [
+        name
+        for name, value in names.items()
+        if f"{module}.{name}" not in shown
+        and not (f"jspec.{name}" in shown and getattr(jspec, name) is value)
+    ]
+    assert not missing
+
+
+def test_every_config_of_a_method_is_in_the_reference():
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    configs = {proposer.Config for proposer in jspec.REGISTRY.values()}
+    assert not [c.__name__ for c in configs if f"`jspec.{c.__name__}`" not in reference]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda p: p.name)
+def test_every_link_leads_to_a_page_and_a_heading(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"https?://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        leads_to = page.parent / path if path else page
+        assert leads_to.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", leads_to.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings]
+            assert anchor in slugs, link
 
 
 def test_every_page_is_in_the_navigation():

@@ -280,3 +280,9 @@ def test_params_and_config_that_do_not_belong_together_are_refused():
         jspec.init(config, {"embed": params["embed"]}, cache=cache, max_requests=1)
     with pytest.raises(ValueError, match="hidden_layers.*wanted 3.*Pass one id for each"):
         dataclasses.replace(config, hidden_layers=(1, 2))
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen2", None])
+def test_a_head_has_layers_of_the_llama_form_whatever_its_target_is(model_type):
+    config = {"model_type": model_type, "tie_word_embeddings": True}
+    assert load(checkpoint("eagle3_llama", config=config)).config == load("eagle3_llama").config

@@ -13,7 +13,7 @@ LEVELS = (
     ("models", "checkpoint"),
     ("proposers",),
     ("api", "loading", "saving", "adaptive"),
-    ("sampling_params", "scheduling"),
+    ("sampling_params", "scheduling", "target"),
     ("decode",),
     ("measure", "replay"),
     ("demo",),

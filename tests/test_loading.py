@@ -276,24 +276,24 @@ def test_equal_tables_are_one_whatever_the_blocks(dtype, block_bytes, rng, monke
     monkeypatch.setattr(sharing, "_BLOCK_BYTES", block_bytes)
     own = rng.standard_normal((37, 16), np.float32)
     shared = jnp.asarray(own.astype(jnp.dtype(dtype)))
-    assert own_or_shared(own, shared) is shared
-    assert own_or_shared(None, shared) is shared
+    assert own_or_shared(own, shared, dtype) is shared
+    assert own_or_shared(None, shared, dtype) is shared
     for row in (0, 36):
         other = own.copy()
         other[row, 3] += 1
-        kept = own_or_shared(other, shared)
+        kept = own_or_shared(other, shared, dtype)
         assert kept.dtype == shared.dtype and kept.sharding == shared.sharding
         np.testing.assert_array_equal(kept, other.astype(shared.dtype))
 
 
 def test_bits_count_not_values():
     shared = jnp.array([[0.0, jnp.nan]], jnp.float32)
-    assert own_or_shared(np.array([[0.0, np.nan]], np.float32), shared) is shared
-    assert own_or_shared(np.array([[-0.0, np.nan]], np.float32), shared) is not shared
+    assert own_or_shared(np.array([[0.0, np.nan]], np.float32), shared, np.float32) is shared
+    assert own_or_shared(np.array([[-0.0, np.nan]], np.float32), shared, np.float32) is not shared
 
 
 @pytest.mark.parametrize("shape", [(4, 16), (37, 8), (0, 16), (37 * 16,)])
 def test_a_table_of_another_shape_is_kept(shape, rng):
     shared = jnp.zeros((37, 16), jnp.bfloat16)
-    kept = own_or_shared(np.zeros(shape, ml_dtypes.bfloat16), shared)
-    assert kept.shape == shape and kept.dtype == shared.dtype
+    kept = own_or_shared(np.zeros(shape, ml_dtypes.bfloat16), shared, np.float32)
+    assert kept.shape == shape and kept.dtype == np.float32  # the drafter's

@@ -9,7 +9,7 @@ import pytest
 import jspec
 from jspec.models import eagle3
 from jspec.proposers import _draft
-from jspec.proposers._draft import mask_token_of
+from jspec.proposers._hf_config import mask_token_of
 from jspec.proposers.eagle3 import PROPOSER, Eagle3Config, draft_model
 from tests import test_contract as contract
 from tests.heads import (
@@ -213,5 +213,5 @@ def test_a_head_that_cannot_draft_in_parallel_is_refused(changes, words):
 def test_params_without_the_mask_vector_are_refused(drafter):
     params = {name: leaf for name, leaf in drafter.params.items() if name != "mask_hidden"}
     cache = jspec.CacheConfig(num_pages=8, max_model_len=64)
-    with pytest.raises(ValueError, match="no 'mask_hidden'.*one call of jspec.load"):
+    with pytest.raises(ValueError, match="(?s)missing: mask_hidden.*one call of jspec.load"):
         jspec.init(drafter.config, params, cache=cache, max_requests=1)

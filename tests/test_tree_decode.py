@@ -93,22 +93,14 @@ def test_a_chain_written_as_a_tree_drafts_and_accepts_what_the_chain_does(name):
     assert record(model, tree).steps == record(model, chain).steps
 
 
-def test_a_sampled_tree_gives_the_tokens_of_plain_sampling(monkeypatch):
+def test_a_sampled_tree_gives_the_tokens_of_plain_sampling():
     """Draws depend on seed and position alone, so every token is the same, not just their law."""
     model, drafter = tree_pair("eagle", UNEVEN)
-    target_step = decode.target_step
-
-    def sampled(config, params, cache, scheduled, **kwargs):
-        B = scheduled.seq_lens.shape[0]
-        heat, seed = np.full(B, 0.8, np.float32), np.full(B, 11, np.int32)
-        scheduled = dataclasses.replace(scheduled, temperature=heat, seed=seed)
-        return target_step(config, params, cache, scheduled, **kwargs)
-
-    monkeypatch.setattr(decode, "target_step", sampled)
+    numbers = {"temperature": 0.8, "seed": 11}
     options = {key: OPTIONS[key] for key in ("max_tokens", "cache", "stop_ids")}
-    wanted = jspec.generate_plain(model, PROMPTS, **options).generations
+    wanted = jspec.generate_plain(model, PROMPTS, **options, **numbers).generations
     assert wanted != plain(model.config)
-    report = jspec.generate(model, PROMPTS, *drafter, **OPTIONS)
+    report = jspec.generate(model, PROMPTS, *drafter, **OPTIONS, **numbers)
     assert report.generations == wanted
     assert report.stats.num_accepted_tokens > 0
 

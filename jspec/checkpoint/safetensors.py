@@ -19,7 +19,7 @@ from jspec.checkpoint.base import Checkpoint
 from jspec.checkpoint.tokenizer import read_chat_template
 from jspec.config import check_at_least, read_json
 
-_DTYPES: dict[str, np.dtype] = {
+DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -152,12 +152,12 @@ def _read_header(file: Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]
                 f"{file} is truncated: tensor {name!r} ends at byte {data + end}, the file at "
                 f"{size}. Fetch the file again."
             )
-        if dtype_name not in _DTYPES:
+        if dtype_name not in DTYPES:
             raise ValueError(
                 f"{file}: tensor {name!r} has dtype {dtype_name}, wanted one of "
-                f"{', '.join(_DTYPES)}. Convert the checkpoint to one of these first."
+                f"{', '.join(DTYPES)}. Convert the checkpoint to one of these first."
             )
-        dtype = _DTYPES[dtype_name]
+        dtype = DTYPES[dtype_name]
         if end - begin != dtype.itemsize * math.prod(shape):
             raise ValueError(
                 f"{file}: tensor {name!r} of {dtype_name}{list(shape)} has bytes {begin} to {end}, "

@@ -4,27 +4,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 _BLOCK_BYTES = 1 << 25
 """What a comparison holds beside the two tables."""
 
 
-def own_or_shared(own: np.ndarray | None, shared: jax.Array) -> jax.Array:
+def own_or_shared(own: np.ndarray | None, shared: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns the target's table where a drafter has none or the same one, else the drafter's own.
 
     Args:
       own: [V, D] the table in the drafter's checkpoint, None where it has none.
       shared: [V, D] the target's.
+      dtype: of the drafter's weights.
 
     Returns:
       `shared` itself, not a copy, unless `own`, in the dtype of `shared`, differs from it in a
-      bit or in shape. Then `own`, in that dtype and on the same devices.
+      bit or in shape. Then `own`, in the drafter's `dtype` and on the same devices.
 
     Source: vLLM v1/spec_decode/llm_base_proposer.py, _maybe_share_embeddings, _maybe_share_lm_head.
     """
     if own is None or (own.shape == shared.shape and _same_bits(own, shared)):
         return shared
-    return jax.device_put(own.astype(shared.dtype), shared.sharding)
+    return jax.device_put(own.astype(dtype), shared.sharding)
 
 
 def _same_bits(own: np.ndarray, shared: jax.Array) -> bool:

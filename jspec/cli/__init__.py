@@ -1,4 +1,4 @@
-"""The command line: `python -m jspec generate`, `bench-drafts` and `demo`."""
+"""The command line: `python -m jspec generate`, `bench`, `inspect`, `convert` and others."""
 
 import argparse
 import contextlib
@@ -10,11 +10,17 @@ from typing import NoReturn
 
 import jax
 
-from jspec.cli import bench_drafts, generate
+from jspec.cli import bench, bench_drafts, convert, generate, inspection
 from jspec.demo.assets import cache_folder
 
 _INTERRUPTED = 130  # as a shell counts Ctrl-C
 _EXPLAINED = (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportError, MemoryError)
+
+_EPILOG = """Each command has examples: python -m jspec generate --help
+
+exit codes: 0; 1 after an error, told in one line, or where a drafter of bench or demo changed a
+token of plain decoding; 2 where the words do not parse; 130 after Ctrl-C.
+"""
 
 
 def command() -> NoReturn:
@@ -66,12 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jspec",
         description="Speculative decoding in JAX: drafts, verifies, and tells what it earned.",
-        epilog=generate.EXAMPLES + bench_drafts.EXAMPLES,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    generate.add_to(commands)
-    bench_drafts.add_to(commands)
+    for command in (generate, bench, bench_drafts, inspection, convert):
+        command.add_to(commands)
     demo = commands.add_parser("demo", help="decode a demo suite with every n-gram drafter")
     demo.set_defaults(run=_demo)
     demo.add_argument("--max-tokens", type=int, default=64, help="tokens a prompt (default: 64)")
@@ -83,9 +89,5 @@ def _demo(arguments: argparse.Namespace) -> int:
     from jspec.demo.run import run  # needs rich and matplotlib
 
     output = Path(arguments.output)
-    if not output.parent.is_dir() or output.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(
-            f"--output is {output}, wanted a file that ends in .png, .pdf or .svg in a folder that "
-            "exists."
-        )
+    bench.check_picture("--output", output)
     return run(max_tokens=arguments.max_tokens, output=output)

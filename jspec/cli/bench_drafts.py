@@ -10,14 +10,19 @@ import jax
 from jspec import replay
 from jspec.cli import drafters
 
-EXAMPLES = """  python -m jspec bench-drafts requests.jsonl
+EXAMPLES = """examples:
+  python -m jspec bench-drafts requests.jsonl
+  python -m jspec bench-drafts requests.jsonl --method ngram --method suffix --json
 """
 
 
 def add_to(commands: Any) -> None:
     """Adds the command to a parser's commands."""
     bench = commands.add_parser(
-        "bench-drafts", help="replay recorded requests through every drafter without weights"
+        "bench-drafts",
+        help="replay recorded requests through every drafter without weights",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench.set_defaults(run=_run)
     add = bench.add_argument

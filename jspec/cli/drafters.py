@@ -8,8 +8,10 @@ from typing import Any
 
 from jspec import proposers, replay
 from jspec.checkpoint import Model
+from jspec.cli import models
 from jspec.loading import load
 from jspec.proposers.base import Drafter
+from jspec.saving import restore
 from jspec.tree import Tree
 
 # Options that set a field of a drafter's config; what they are where they are left out, None =
@@ -81,13 +83,46 @@ def from_disk(arguments: argparse.Namespace, target: Model) -> Drafter:
     options: dict[str, Any] = {}
     if arguments.tree is not None:
         options["tree"] = Tree(arguments.tree)
-    return load(
+    return open_drafter(
         arguments.drafter,
-        target=target,
+        target,
         method=arguments.method,
         num_drafts=arguments.num_drafts,
         **options,
     )
+
+
+def open_drafter(
+    path: str | Path,
+    target: Model,
+    *,
+    method: str | None = None,
+    num_drafts: int | None = None,
+    **options: Any,
+) -> Drafter:
+    """Loads a drafter from a folder, a .gguf file or a folder of `jspec.save`.
+
+    Raises:
+      ValueError: a saved folder is of another method, or holds a target, or was given options,
+        which it keeps as they were saved. And as `jspec.load` and `jspec.restore`.
+    """
+    if not models.is_saved(Path(path)):
+        return load(path, target=target, method=method, num_drafts=num_drafts, **options)
+    if num_drafts is not None or options:
+        raise ValueError(
+            f"{path} is a saved drafter, which keeps the options that it was saved with. Leave "
+            "--num-drafts and --tree out, or load what it was converted from."
+        )
+    saved = restore(path, target)
+    if isinstance(saved, Model):
+        raise ValueError(
+            f"{path} holds a target model. Convert the draft model with --target, or load what it "
+            "was converted from."
+        )
+    name = proposers.of(saved.config).name
+    if method not in (None, name):
+        raise ValueError(f"{path} is of method {name}, not {method}. Leave the method out.")
+    return saved
 
 
 def _check_effect(

@@ -3,21 +3,19 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from jspec import measure, proposers, scheduling
-from jspec.checkpoint import Model
-from jspec.checkpoint.tokenizer import Tokenizer
-from jspec.cli import drafters
-from jspec.demo.assets import fetch_smollm2
-from jspec.loading import load
+from jspec.cli import decoding, drafters, models, prompts
+from jspec.cli.streaming import Progress, Text
 
 EXAMPLES = """examples:
   python -m jspec generate --model smollm2 --prompt "Write a haiku about rivers."
   python -m jspec generate --model path/to/folder --method ngram_gpu --num-drafts 3 \\
       --prompt "Repeat after me: one two three" --compare-plain
   python -m jspec generate --model path/to/folder --drafter path/to/head --prompt "def add("
+  python -m jspec generate --model path/to/folder --prompt-file questions.jsonl --batch-size 8
+  python -m jspec generate --model path/to/folder --prompt "Once" --temperature 0.8 --top-p 0.95
   python -m jspec generate --model model.gguf --method none --prompt "def add(" --raw --json
 """
 
@@ -26,13 +24,13 @@ def add_to(commands: Any) -> None:
     """Adds the command to a parser's commands."""
     generate = commands.add_parser(
         "generate",
-        help="continue a prompt with a model on disk",
+        help="continue prompts with a model on disk",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     generate.set_defaults(run=_run)
     add = generate.add_argument
-    add("--model", required=True, help="Hugging Face folder, .gguf file, or smollm2 (fetched)")
+    add("--model", required=True, help="model folder, .gguf file, or smollm2 (fetched)")
     add("--drafter", metavar="PATH", help="folder or .gguf file of a drafter with weights")
     methods = ", ".join(proposers.REGISTRY)
     add(
@@ -41,9 +39,9 @@ def add_to(commands: Any) -> None:
     )
     drafters.add_options(add)
     add("--tree", help="--drafter: token tree to draft, for example '[(0,), (1,), (0, 0)]'")
-    add("--prompt", required=True, action="append", help="text; may be given several times")
+    prompts.add_options(add)
     add("--raw", action="store_true", help="continue the text itself, without the chat form")
-    add("--max-tokens", type=int, default=128, help="most tokens to add (default: 128)")
+    decoding.add_options(add)
     add("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
     add("--compare-plain", action="store_true", help="also decode without drafts, and compare")
     add("--json", action="store_true", help="print one JSON object and nothing else")
@@ -51,84 +49,77 @@ def add_to(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     method, config, params = arguments.method or "ngram", None, None
+    asked = prompts.read(arguments)
+    decoding.check(arguments, len(asked))
     if arguments.drafter is None:
         if arguments.tree is not None:
             raise ValueError("--tree has no effect without --drafter. Leave it out, or pass both.")
         config = drafters.without_weights(method, arguments)
     else:
         drafters.check_on_disk(arguments)
-    model = open_model(arguments.model, arguments.dtype, quiet=arguments.json)
-    tokenizer = open_tokenizer(model)
+    if config is None and arguments.drafter is None:
+        _check_plain(arguments)
+    model = models.open_model(arguments.model, arguments.dtype, quiet=arguments.json)
+    tokenizer = models.open_tokenizer(model)
     if arguments.drafter is not None:
         config, params = drafters.from_disk(arguments, model)
         method = proposers.of(config).name
-    encode = tokenizer.encode if arguments.raw else tokenizer.chat
-    prompts = [encode(prompt) for prompt in arguments.prompt]
-    sizes: dict[str, Any] = {
-        "max_tokens": arguments.max_tokens,
-        "cache": scheduling.limits(model, prompts, arguments.max_tokens, 1, None, 1),
-    }
-    show = None if arguments.json else _printer(tokenizer)
-    if show and sys.stderr.isatty():
+    ids = prompts.encode(tokenizer, asked, raw=arguments.raw)
+    options = decoding.of_target(arguments)
+    cache = scheduling.limits(model, ids, arguments.max_tokens, arguments.batch_size, None, 1)
+    options["cache"] = cache
+    drafting = {} if config is None else decoding.of_drafting(arguments)
+    text, progress = None, None
+    if not arguments.json:
+        budgets = [min(arguments.max_tokens, cache.max_model_len - len(p)) for p in ids]
+        text = Text(tokenizer, budgets, model.stop_ids, [_title(prompt) for prompt in asked])
+    if text is None or not sys.stdout.isatty():  # else the text itself shows how far it got
+        progress = Progress(method, len(ids))
+    elif sys.stderr.isatty():
         print("compiling: up to a minute the first time, seconds later", file=sys.stderr)
-    report = measure.run(model, prompts, config, params, on_tokens=show, **sizes)
+
+    def show(index: int, tokens: list[int], num_accepted: int) -> None:
+        for each in (progress, text):
+            if each is not None:
+                each(index, tokens, num_accepted)
+
+    try:
+        report = measure.run(model, ids, config, params, on_tokens=show, **options, **drafting)
+    finally:
+        if progress is not None:
+            progress.finish()
+    if text is not None:
+        text.finish()
     plain = None
     if config is None:
         plain = report
     elif arguments.compare_plain:
-        plain = measure.run(model, prompts, **sizes)
+        plain = measure.run(model, ids, **options)
     num_drafts = config.num_drafts if config else 0
     result = measure.summary(method, num_drafts, report, plain)
+    if not decoding.keeps_tokens(arguments):
+        result["identical_to_plain"] = None  # they share a distribution, which no run can show
     if arguments.json:
         texts = [tokenizer.decode(generation.tokens) for generation in report.generations]
         print(json.dumps(result | {"texts": texts}))
         return 0
-    print("\n")
     for name, value in result.items():
         if value is not None:
             print(f"{name.replace('_', ' '):>24}  {_pretty(value)}")
     return 0
 
 
-def open_model(name: str, dtype: str, *, quiet: bool = False) -> Model:
-    """Loads a model from disk, or SmolLM2 from where it is published."""
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"--dtype is {dtype!r}, wanted float32 or bfloat16.")
-    if name == "smollm2":
-        return load(fetch_smollm2(progress=not quiet), dtype)
-    if not name or not Path(name).exists():
-        raise ValueError(
-            f"--model {name!r} does not exist. Pass a Hugging Face model folder, a .gguf file, or "
-            "smollm2, which is fetched."
-        )
-    return load(name, dtype)
+def _check_plain(arguments: argparse.Namespace) -> None:
+    """Refuses options of drafting where nothing drafts."""
+    for name in ("adaptive", "verification"):
+        if getattr(arguments, name):
+            raise ValueError(f"--{name} has no effect with --method none. Leave one out.")
 
 
-def open_tokenizer(model: Model) -> Tokenizer:
-    """Returns the tokenizer that came with a model."""
-    if model.tokenizer_json is None:
-        raise ValueError(
-            "the model has no tokenizer.json, so that text cannot be encoded. Put the model's own "
-            "tokenizer.json into its folder."
-        )
-    return Tokenizer.from_json(model.tokenizer_json, model.chat_template)
-
-
-def _printer(tokenizer: Tokenizer) -> scheduling.OnTokens:
-    """Streams text; accepted drafts are set off on a terminal."""
-    bold, plain = ("\033[1;32m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    stream = tokenizer.stream()
-    current = 0
-
-    def show(index: int, tokens: list[int], num_accepted: int) -> None:
-        nonlocal stream, current
-        if index != current:
-            print(stream.finish(), end="\n\n")
-            stream, current = tokenizer.stream(), index
-        accepted, rest = stream.push(tokens[:num_accepted]), stream.push(tokens[num_accepted:])
-        print(f"{bold}{accepted}{plain}" if accepted else "", rest, sep="", end="", flush=True)
-
-    return show
+def _title(prompt: prompts.Prompt) -> str:
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    first = text.strip().split("\n")[0]
+    return first if len(first) <= 60 else f"{first[:60]}..."
 
 
 def _pretty(value: Any) -> str:

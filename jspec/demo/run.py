@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jspec import measure, proposers
+from jspec.adaptive import Adaptive
 from jspec.checkpoint import Model
 from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.config import CacheConfig
@@ -78,7 +79,8 @@ def run(*, max_tokens: int, output: Path) -> int:
 def _draft(model: Model, ids: list[list[int]], method: str, max_tokens: int, **kwargs) -> Report:
     Config = proposers.find(method).Config
     config = Config(num_drafts=NUM_DRAFTS, prompt_lookup_min=2, prompt_lookup_max=4)
-    return measure.run(model, ids, config, max_tokens=max_tokens, cache=CACHE, **kwargs)
+    sizes = {"max_tokens": max_tokens, "cache": CACHE}
+    return measure.run(model, ids, config, drafting=Adaptive(), **sizes, **kwargs)
 
 
 def _show_one(
@@ -109,8 +111,9 @@ def _marked(accepted: str, rest: str) -> Text:
 
 def _table(results: list[Result]) -> Table:
     table = Table(
-        title=f"greedy decoding, K = {NUM_DRAFTS}, n-grams of 4 down to 2",
-        caption="mean length: tokens that a pass over a draft yields",
+        title=f"greedy decoding, at most {NUM_DRAFTS} drafts, n-grams of 4 down to 2",
+        caption="drafts that were not expected to pay are not verified\n"
+        "mean length: tokens that a pass over a draft yields",
         box=box.SIMPLE_HEAD,  # with these margins it fits into 80 columns
         padding=(0, 1, 0, 0),
         show_edge=False,

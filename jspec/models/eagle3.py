@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.axes import AnyArray
 from jspec.cache import KVCache
-from jspec.config import ModelConfig, check_at_least
+from jspec.config import ModelConfig, check_at_least, section
 from jspec.models import weights
 from jspec.models.layers import (
     MLP,
@@ -31,6 +31,7 @@ from jspec.models.layers import (
     rope_table,
 )
 from jspec.models.llama import DecoderLayer, HiddenId
+from jspec.rope import check_bool
 from jspec.state import PagedView, Params
 
 
@@ -117,7 +118,7 @@ class Eagle3ModelConfig:
             draft_vocab_size=sizes["draft_vocab_size"],
             target_size=sizes["target_hidden_size"],
             num_fused=num_fused,
-            **{key: bool(option(hf, key, False)) for key in options},
+            **{key: switch(hf, key, False) for key in options},
         )
 
 
@@ -140,10 +141,17 @@ def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def option(hf: Mapping[str, Any], key: str, default: Any) -> Any:
     """Reads an option that stands at the top level of config.json or in its `eagle_config`."""
-    for place in (hf, hf.get("eagle_config") or {}):
+    for place in (hf, section(hf, "eagle_config")):
         if place.get(key) is not None:
             return place[key]
     return default
+
+
+def switch(hf: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Reads an option that is on or off; see `option`."""
+    value = option(hf, key, default)
+    check_bool("eagle3", **{key: value})
+    return value
 
 
 def hidden_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[HiddenId, ...]:
@@ -157,12 +165,12 @@ def hidden_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[HiddenId, ...
       ValueError: a layer is not there or named twice, or there are more or fewer than the head has
         weights for.
     """
-    if not option(hf, "use_aux_hidden_state", True):
+    if not switch(hf, "use_aux_hidden_state", True):
         return ("norm",)
     L = num_layers
-    ids = option(hf, "eagle_aux_hidden_state_layer_ids", None) or [2, L // 2, L - 3]
-    known = isinstance(ids, list | tuple) and all(type(i) is int and 0 <= i <= L for i in ids)
-    if not known or len(set(ids)) != len(ids):
+    ids = option(hf, "eagle_aux_hidden_state_layer_ids", [2, L // 2, L - 3])
+    known = isinstance(ids, list) and all(type(i) is int and 0 <= i <= L for i in ids)
+    if not known or not ids or len(set(ids)) != len(ids):
         raise ValueError(
             f"eagle3: eagle_aux_hidden_state_layer_ids is {ids} (by default 2, L // 2, L - 3), "
             f"wanted different layers from 0 (the embedding) to the target's L = {L}. Load the "

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from jspec.config import check_at_least
 from jspec.models import weights
 from jspec.models.layers import Place, Rules, head_logits
+from jspec.rope import check_above_0
 from jspec.state import Params
 
 _HEAD = re.compile(r"(?:blocks\.|lm_heads\.)?(\d+)\.")
@@ -55,6 +56,7 @@ class HeadsConfig:
     def __post_init__(self):
         sizes = ("hidden_size", "vocab_size", "num_heads", "num_layers")
         check_at_least("HeadsConfig", 1, **{name: getattr(self, name) for name in sizes})
+        check_above_0("HeadsConfig", logit_scale=self.logit_scale)
         if self.draft_vocab_size is not None:
             check_at_least("HeadsConfig", 1, draft_vocab_size=self.draft_vocab_size)
             if self.draft_vocab_size > self.vocab_size:

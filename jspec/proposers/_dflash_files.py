@@ -13,15 +13,24 @@ from jax.typing import DTypeLike
 
 from jspec.checkpoint import Checkpoint, Model, assemble
 from jspec.checkpoint.sharing import own_or_shared
-from jspec.config import ModelConfig, check_at_least
+from jspec.config import ModelConfig, check_at_least, section
 from jspec.models import dflash
 from jspec.models.dflash import BlockConfig, Sight
 from jspec.models.dflash2 import RefineConfig
+from jspec.models.layers import Place, Rules
 from jspec.models.llama import HiddenId
-from jspec.proposers._draft import num_drafts_of
+from jspec.proposers._hf_config import architectures, num_drafts_of
+from jspec.rope import check_bool
 from jspec.state import Params
 
 _EMBED, _HEAD, _IDS = "embed_tokens.weight", "lm_head.weight", "d2t"
+
+TABLES: Rules = {
+    _EMBED: Place(("embed",)),
+    _HEAD: Place(("head",)),
+    _IDS: Place(("target_ids",)),
+}
+"""Where tensors are in the params that do not go there as they stand."""
 
 # Settings of DFlash2 in config.json, and our names for them.
 _REFINE = {
@@ -54,7 +63,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Tells a DFlash or DFlash2 drafter by `architectures`, `dflash_config` or tensor names."""
     if config.get("speculators_model_type") is not None:
         return config["speculators_model_type"] == "dflash"
-    named = [str(name) for name in config.get("architectures") or ()]
+    named = architectures(config)
     if any(name.startswith("DFlash") for name in named) or config.get("dflash_config"):
         return True
     return {"fc.weight", "hidden_norm.weight"} <= {dflash.rename(name) for name in names}
@@ -112,10 +121,11 @@ def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -
         target.
     """
     _refuse_unsupported(hf, names)
+    stated = {key: value for key, value in hf.items() if value is not None}
     # Layers are Qwen3's whatever the target is; what they see is read by `_sights`.
     forced: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
     forced |= {"layer_types": None, "use_sliding_window": False, "sliding_window": None}
-    forced["rope_theta"] = hf.get("rope_theta") or 1e6
+    forced["rope_theta"] = stated.get("rope_theta", 1e6)
     decoder = ModelConfig.from_hf({**hf, **forced})
     trained_for = hf.get("num_target_layers")
     if trained_for is not None and trained_for != target.config.num_layers:
@@ -124,7 +134,7 @@ def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -
             f"{target.config.num_layers} layers. Load the drafter with the target that it was "
             "trained for."
         )
-    target_size = hf.get("target_hidden_size") or decoder.hidden_size
+    target_size = stated.get("target_hidden_size", decoder.hidden_size)
     for name, got, wanted in (
         ("vocab_size", decoder.vocab_size, target.config.vocab_size),
         ("target_hidden_size (or hidden_size)", target_size, target.config.hidden_size),
@@ -148,9 +158,9 @@ def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -
         decoder=decoder,
         hidden_layers=_hidden_layers(hf, decoder.num_layers, target.config.num_layers),
         target_size=target_size,
-        fuse=bool(_setting(hf, "use_aux_hidden_state", True)),
+        fuse=_switch(hf, "use_aux_hidden_state", True),
         sights=_sights(hf, decoder.num_layers),
-        draft_vocab_size=hf.get("draft_vocab_size") or decoder.vocab_size,
+        draft_vocab_size=stated.get("draft_vocab_size", decoder.vocab_size),
         refine=refine,
     )
 
@@ -184,8 +194,8 @@ def params(config: BlockConfig, checkpoint: Checkpoint, target: Model, dtype: DT
     del template["embed"], template["head"]
     tensors = ((dflash.rename(name), tensor) for name, tensor in checkpoint.tensors())
     loaded = assemble(template, dflash.rules(config), tensors)
-    loaded["embed"] = own_or_shared(own.get(_EMBED), shared_embed)
-    loaded["head"] = own_or_shared(own.get(_HEAD), shared_head)
+    loaded["embed"] = own_or_shared(own.get(_EMBED), shared_embed, dtype)
+    loaded["head"] = own_or_shared(own.get(_HEAD), shared_head, dtype)
     if Vd != V:
         loaded["target_ids"] = jnp.asarray(_target_ids(own[_IDS], V))
     return loaded
@@ -204,10 +214,17 @@ def _target_ids(offsets: np.ndarray, vocab_size: int) -> np.ndarray:
 
 def _setting(hf: Mapping[str, Any], key: str, default: Any = None) -> Any:
     """Reads a setting of `dflash_config` or, where it is not there, of the top level."""
-    for place in (hf.get("dflash_config") or {}, hf.get("eagle_config") or {}, hf):
+    for place in (section(hf, "dflash_config"), section(hf, "eagle_config"), hf):
         if place.get(key) is not None:
             return place[key]
     return default
+
+
+def _switch(hf: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Reads a setting that is on or off."""
+    value = _setting(hf, key, default)
+    check_bool("dflash", **{key: value})
+    return value
 
 
 def _hidden_layers(
@@ -217,7 +234,7 @@ def _hidden_layers(
 
     `target_layer_ids` count layers from 0 and mean what comes out of them: in [0 2], out (1, 3).
     """
-    if not _setting(hf, "use_aux_hidden_state", True):
+    if not _switch(hf, "use_aux_hidden_state", True):
         return ("norm",)
     ids, most = _setting(hf, "eagle_aux_hidden_state_layer_ids"), num_target_layers
     name = "eagle_aux_hidden_state_layer_ids"
@@ -261,7 +278,7 @@ def _sights(hf: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
         )
     sliding = [kind == "sliding_attention" for kind in kinds]
     windowed = sliding
-    if not any(sliding) and _setting(hf, "use_swa", False):
+    if not any(sliding) and _switch(hf, "use_swa", False):
         windowed = [True] * num_layers
     window = _setting(hf, "swa_window_size")
     if window is None and hf.get("use_sliding_window") is not False:
@@ -275,10 +292,12 @@ def _sights(hf: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
         check_at_least("dflash", 1, sliding_window=window)
     forced = hf.get("is_causal")
     if forced is None:
-        forced = (hf.get("dflash_config") or {}).get("causal")
+        forced = section(hf, "dflash_config").get("causal")
+    if forced is not None:
+        check_bool("dflash", causal=forced)
     return tuple(
         Sight(
-            causal=slides if forced is None else bool(forced),
+            causal=slides if forced is None else forced,
             window=window if has_window else None,
         )
         for slides, has_window in zip(sliding, windowed, strict=True)
@@ -286,7 +305,7 @@ def _sights(hf: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
 
 
 def _refuse_unsupported(hf: Mapping[str, Any], names: Collection[str]) -> None:
-    settings = hf.get("dflash_config") or {}
+    settings = section(hf, "dflash_config")
     for key, neutral in _NEUTRAL.items():
         for value in (settings.get(key), hf.get(key)):
             if value not in neutral:
@@ -304,7 +323,7 @@ def _refuse_unsupported(hf: Mapping[str, Any], names: Collection[str]) -> None:
             f"dflash: dflash_config has {unknown}, which is not supported, wanted some of "
             f"{sorted(_SETTINGS)}. Take another drafter."
         )
-    named = [str(name) for name in hf.get("architectures") or ()]
+    named = architectures(hf)
     if any("Beam" in name for name in named):
         raise ValueError(
             f"dflash: architectures {named} pick candidates by beam search, which is not "

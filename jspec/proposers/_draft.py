@@ -4,7 +4,7 @@ EAGLE, EAGLE-3, MTP and draft models differ in the decoder alone, so `chain` and
 it as an argument. Source: vLLM v1/spec_decode/llm_base_proposer.py, propose.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -123,7 +123,7 @@ def chain(
         last = rows.sample_index[:, 0]  # [B]
         out, hidden, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
         if steps == 0:
-            return cache, _no_drafts(model, config, batch)
+            return cache, no_drafts(model, config, batch)
         hidden = None if hidden is None else take(hidden, last)  # [T, D] -> [B, D]
         token, probs = pick(model, config, model.logits(take(out, last)), batch, 0)
         first = token, probs, take(rows.view.slots, last)
@@ -164,7 +164,7 @@ def chain(
         lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1),  # [K, B] -> [B, K]
         *(first, rest),
     )
-    return carry[-1], _drafts(batch, tokens, probs, slots, max_model_len)
+    return carry[-1], kept_drafts(batch, tokens, probs, slots, max_model_len)
 
 
 def in_parallel(
@@ -193,12 +193,12 @@ def in_parallel(
     )
     out, _, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
     if steps == 0:
-        return cache, _no_drafts(model, config, batch)
+        return cache, no_drafts(model, config, batch)
     index = rows.sample_index  # [B, K]
     logits = model.logits(take(out, index.reshape(-1))).reshape(*index.shape, -1)
     picked = [pick(model, config, logits[:, j], batch, j) for j in range(steps)]
     tokens, probs = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *picked)
-    return cache, _drafts(batch, tokens, probs, take(rows.view.slots, index), max_model_len)
+    return cache, kept_drafts(batch, tokens, probs, take(rows.view.slots, index), max_model_len)
 
 
 def first_pass(
@@ -287,49 +287,6 @@ def pick(
     return take(model.target_ids, ids), probs
 
 
-def mask_token_of(hf_config: Mapping[str, Any]) -> int:
-    """Finds the token of rows that are drafted in parallel in a drafter's config.json.
-
-    Args:
-      hf_config: its content.
-
-    Returns:
-      The first of `dflash_config.mask_token_id`, `mask_token_id`, `pard_token` and `ptd_token_id`
-      that is there; 0 is a token like any other.
-
-    Raises:
-      ValueError: there is none, or it is no token id.
-
-    Source: vLLM v1/spec_decode/llm_base_proposer.py, the parallel drafting token.
-
-    Example:
-      >>> mask_token_of({"pard_token": 8, "ptd_token_id": 9})
-      8
-    """
-    places = (
-        (
-            "dflash_config.mask_token_id",
-            (hf_config.get("dflash_config") or {}).get("mask_token_id"),
-        ),
-        *((key, hf_config.get(key)) for key in ("mask_token_id", "pard_token", "ptd_token_id")),
-    )
-    for name, token in places:
-        if token is not None:
-            check_at_least("config.json", 0, **{name: token})
-            return token
-    raise ValueError(
-        "config.json names no mask token, which drafting in parallel needs: wanted one of "
-        f"{', '.join(name for name, _ in places)}. Add the id that the drafter was trained with, "
-        "or draft one token after the other (parallel_drafting=False)."
-    )
-
-
-def num_drafts_of(hf_config: Mapping[str, Any]) -> int:
-    """Returns how many drafts a drafter's config.json asks for (speculators format), or else 5."""
-    methods = (hf_config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return methods[0].get("speculative_tokens") or 5
-
-
 def next_position(batch: Batch) -> Int[Array, "B"]:
     """Place of each request's next token in the request."""
     index = batch.positions if batch.token_index is None else batch.token_index
@@ -341,30 +298,7 @@ def take(x: Array, index: Array) -> Array:
     return jnp.asarray(x).at[index].get(mode="clip", wrap_negative_indices=False)
 
 
-def _shifted_embeds(batch: Batch, extends: bool) -> Embeds | None:
-    """Input embeddings of the rows: they move left with their tokens.
-
-    Those of the next token are not in the step: it has its own embedding.
-    """
-    if batch.embeds is None or batch.embeds_mask is None:
-        return None
-    if extends:
-        raise NotImplementedError(
-            "`embeds` is given, and this drafter adds rows to the step, which have none. Leave "
-            "embeds out, or draft with a chain that reads hidden states (eagle, eagle3, mtp)."
-        )
-    row = jnp.arange(batch.embeds.shape[0], dtype=jnp.int32)
-    end = batch.query_start[1:]
-    last = jnp.where(end > batch.query_start[:-1], batch.last_index, PAD_SLOT)
-    has_none = jnp.zeros(row.shape, bool)
-    has_none = has_none.at[jnp.concatenate([last, end - 1])].set(
-        True, mode="drop", wrap_negative_indices=False
-    )
-    mask = jnp.roll(batch.embeds_mask, -1) & ~has_none & (row < end[-1])
-    return jnp.roll(batch.embeds, -1, axis=0), mask
-
-
-def _no_drafts(model: DraftModel | Vocabulary, config: DraftingConfig, batch: Batch) -> Drafts:
+def no_drafts(model: DraftModel | Vocabulary, config: DraftingConfig, batch: Batch) -> Drafts:
     """Drafts without columns, of the form that those with columns have."""
     num_requests = batch.next_token.shape[0]
     sampled = config.draft_sampling != "greedy"
@@ -375,7 +309,7 @@ def _no_drafts(model: DraftModel | Vocabulary, config: DraftingConfig, batch: Ba
     )
 
 
-def _drafts(
+def kept_drafts(
     batch: Batch,
     tokens: Int[Array, "B K"],
     probs: Float[Array, "B K V"] | None,
@@ -399,3 +333,26 @@ def _drafts(
         num_drafts=count,
         probs=None if probs is None else jnp.where(kept[:, :, None], probs, 0),
     )
+
+
+def _shifted_embeds(batch: Batch, extends: bool) -> Embeds | None:
+    """Input embeddings of the rows: they move left with their tokens.
+
+    Those of the next token are not in the step: it has its own embedding.
+    """
+    if batch.embeds is None or batch.embeds_mask is None:
+        return None
+    if extends:
+        raise NotImplementedError(
+            "`embeds` is given, and this drafter adds rows to the step, which have none. Leave "
+            "embeds out, or draft with a chain that reads hidden states (eagle, eagle3, mtp)."
+        )
+    row = jnp.arange(batch.embeds.shape[0], dtype=jnp.int32)
+    end = batch.query_start[1:]
+    last = jnp.where(end > batch.query_start[:-1], batch.last_index, PAD_SLOT)
+    has_none = jnp.zeros(row.shape, bool)
+    has_none = has_none.at[jnp.concatenate([last, end - 1])].set(
+        True, mode="drop", wrap_negative_indices=False
+    )
+    mask = jnp.roll(batch.embeds_mask, -1) & ~has_none & (row < end[-1])
+    return jnp.roll(batch.embeds, -1, axis=0), mask

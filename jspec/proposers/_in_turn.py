@@ -88,7 +88,7 @@ def in_turn(
         outputs, memory = _run_all(models, batch, rows, memory)  # n of [B, D]
     num_requests = last.shape[0]
     if steps == 0:
-        return memory, _draft._no_drafts(models[0], config, batch)
+        return memory, _draft.no_drafts(models[0], config, batch)
 
     # As in a chain: a request without a kept token runs as if past the limit.
     live = batch.num_valid > 0
@@ -127,7 +127,7 @@ def in_turn(
 
     tokens, probs = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *picked)  # [B, K]
     all_slots = jnp.stack([take(rows.view.slots, last), *(p.slots for p in places)], axis=1)
-    drafts = _draft._drafts(batch, tokens, probs, all_slots, max_model_len)
+    drafts = _draft.kept_drafts(batch, tokens, probs, all_slots, max_model_len)
     return dataclasses.replace(memory, cache=cache), drafts
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jspec.config import ModelConfig
+from jspec.models.layers import Rules
 from jspec.models.llama import HiddenId
 from jspec.state import Batch, Drafts, Memory, Params
 from jspec.tree import DynamicTree, Tree
@@ -58,6 +59,9 @@ class Proposer(NamedTuple):
       init_params: `(config, key, dtype) -> params`, random; None for a drafter without weights.
       recognises: `(config.json, tensor names) -> bool`: a checkpoint is this method's.
       load: `(checkpoint, target, *, dtype, num_drafts, **options) -> Drafter`.
+      rules: `(config, tensor names) -> Rules`: where the tensors of a checkpoint with these names
+        are in the params of `load`, tables that the target may share included; for writing them
+        back. None = they are not.
     """
 
     name: str
@@ -73,6 +77,7 @@ class Proposer(NamedTuple):
     init_params: Callable[..., Params] | None = None
     recognises: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
     load: Callable[..., Drafter] | None = None
+    rules: Callable[[Any, Collection[str]], Rules] | None = None
 
     @property
     def model_free(self) -> bool:

@@ -23,8 +23,10 @@ from jspec.config import CacheConfig, check_at_least
 from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass_dflash
 from jspec.models import dflash
 from jspec.models.dflash import BlockConfig
+from jspec.models.layers import Rules
 from jspec.proposers import _dflash_files, _draft
 from jspec.proposers._draft import DraftingConfig, Vocabulary
+from jspec.proposers._hf_config import mask_token_of
 from jspec.proposers.base import Drafter, Proposer, Reads, refuse_axes
 from jspec.state import Batch, Drafts, PagedView, Params
 
@@ -113,7 +115,7 @@ def propose(
             batch.hidden, rows.context_positions, rows.context_slots, memory
         )
     if columns == 0:
-        return memory, _draft._no_drafts(_vocabulary(config, params), config, batch)
+        return memory, _draft.no_drafts(_vocabulary(config, params), config, batch)
 
     # 2. The block. It ends before the first row without a slot: no row may see what lies there.
     live = batch.num_valid > 0
@@ -134,7 +136,7 @@ def propose(
     # 3. The mask rows' tokens.
     with jax.named_scope("pick"):
         tokens, probs = _pick(config, params, model, batch, out[:, 1 : 1 + columns])
-    return memory, _draft._drafts(batch, tokens, probs, slots[:, 1 : 1 + columns], limit)
+    return memory, _draft.kept_drafts(batch, tokens, probs, slots[:, 1 : 1 + columns], limit)
 
 
 def _vocabulary(config: DFlashConfig, params: Params) -> Vocabulary:
@@ -211,6 +213,7 @@ def load(
       ValueError: the drafter is for another target, an option of it is not supported, or tensors
         and config do not fit (all are listed).
     """
+    refuse_axes("dflash", target.config)
     _dflash_files.check_files(checkpoint.files)
     hf = _dflash_files.plain(checkpoint.config)
     names = [dflash.rename(name) for name in checkpoint.names]
@@ -218,9 +221,15 @@ def load(
         num_drafts=_dflash_files.num_drafts(hf) if num_drafts is None else num_drafts,
         draft_sampling=draft_sampling,
         model=_dflash_files.block_config(hf, names, target),
-        mask_token=_draft.mask_token_of(hf),
+        mask_token=mask_token_of(hf),
     )
     return Drafter(config, _dflash_files.params(config.model, checkpoint, target, dtype))
+
+
+def rules(config: DFlashConfig, names: Collection[str]) -> Rules:
+    """Returns where each tensor of a checkpoint is in the params, by its full name."""
+    table = dflash.rules(config.model) | _dflash_files.TABLES
+    return {name: table.get(dflash.rename(name)) for name in names}
 
 
 PROPOSER = Proposer(
@@ -232,4 +241,5 @@ PROPOSER = Proposer(
     init_params=init_params,
     recognises=recognises,
     load=load,
+    rules=rules,
 )

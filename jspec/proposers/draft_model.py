@@ -19,6 +19,7 @@ from jspec.config import CacheConfig, ModelConfig, check_at_least
 from jspec.models import llama
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftingConfig, DraftModel
+from jspec.proposers._hf_config import mask_token_of
 from jspec.proposers.base import Drafter, Proposer, Reads, refuse_axes
 from jspec.state import Batch, Drafts, Params
 
@@ -163,7 +164,7 @@ def load(
       num_drafts: most drafts a request gets, by default 5.
       draft_sampling: see DraftingConfig.
       parallel_drafting: see DraftModelConfig; by default where config.json has a `pard_token`.
-      mask_token: by default the one that config.json names, see `_draft.mask_token_of`.
+      mask_token: by default the one that config.json names, see `mask_token_of`.
       tensor_parallel_size: devices that the target lies on; other values than that are refused.
       draft_tensor_parallel_size: the same of the drafter, which has to follow the target.
 
@@ -195,7 +196,7 @@ def load(
     if parallel_drafting is None:
         parallel_drafting = checkpoint.config.get("pard_token") is not None
     if parallel_drafting and mask_token is None:
-        mask_token = _draft.mask_token_of(checkpoint.config)
+        mask_token = mask_token_of(checkpoint.config)
     config = DraftModelConfig(
         num_drafts=5 if num_drafts is None else num_drafts,
         draft_sampling=draft_sampling,
@@ -216,4 +217,5 @@ PROPOSER = Proposer(
     init_params=init_params,
     recognises=recognises,
     load=load,
+    rules=lambda config, names: llama.rules(config.model),
 )

@@ -19,10 +19,12 @@ from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig
 from jspec.models import eagle
 from jspec.models.eagle import EagleModelConfig
+from jspec.models.layers import Place
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftModel
+from jspec.proposers._hf_config import architectures
 from jspec.proposers._tree import TreeDraftingConfig, check_width, draft_tree
-from jspec.proposers.base import Drafter, Proposer, Reads
+from jspec.proposers.base import Drafter, Proposer, Reads, refuse_axes
 from jspec.state import Batch, Drafts, Params
 from jspec.tree import DynamicTree, Tree
 
@@ -36,6 +38,7 @@ class EagleConfig(TreeDraftingConfig):
 
     Raises:
       ValueError: as `TreeDraftingConfig`; the tree wants more candidates than there are tokens.
+      NotImplementedError: a tree for positions of three axes (M-RoPE).
     """
 
     model: EagleModelConfig
@@ -43,6 +46,8 @@ class EagleConfig(TreeDraftingConfig):
     def __post_init__(self):
         super().__post_init__()
         check_width("EagleConfig", self.tree, self.vocab_size)
+        if self.tree is not None:
+            refuse_axes("eagle with a tree", self.model)
 
     @property
     def vocab_size(self) -> int:
@@ -117,7 +122,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """
     if any(part in name for name in names for part in _OF_OTHERS):
         return False
-    named = [str(name) for name in config.get("architectures") or ()]
+    named = architectures(config)
     if any("Eagle3" in name for name in named):
         return False
     return "fc.weight" in names or any(name.startswith("Eagle") for name in named)
@@ -146,6 +151,8 @@ def load(
       ValueError: the head is for a target of another size, or has tensors that EAGLE-1 has not, or
         lacks some (all are listed).
     """
+    if tree is not None:
+        refuse_axes("eagle with a tree", target.config)
     model = EagleModelConfig.from_hf(checkpoint.config)
     model = dataclasses.replace(model, fc_bias="fc.bias" in checkpoint.names)
     _check_fits(model, target, checkpoint.names)
@@ -159,7 +166,7 @@ def load(
     del template["embed"], template["head"]
     others = (item for item in checkpoint.tensors() if item[0] != _EMBED)
     params = assemble(template, eagle.rules(model), others)
-    params["embed"] = own_or_shared(own, target.params["embed"])
+    params["embed"] = own_or_shared(own, target.params["embed"], dtype)
     params["head"] = target.params["embed" if target.config.tie_embeddings else "head"]
     if num_drafts is None:
         num_drafts = 5 if tree is None else tree.num_nodes
@@ -208,4 +215,5 @@ PROPOSER = Proposer(
     init_params=init_params,
     recognises=recognises,
     load=load,
+    rules=lambda config, names: eagle.rules(config.model) | {_EMBED: Place(("embed",))},
 )

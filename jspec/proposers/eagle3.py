@@ -22,9 +22,11 @@ from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig, ModelConfig
 from jspec.models import eagle3
 from jspec.models.eagle3 import Eagle3ModelConfig
+from jspec.models.layers import Place
 from jspec.models.llama import HiddenId
 from jspec.proposers import _draft
-from jspec.proposers._draft import DraftModel, mask_token_of, num_drafts_of
+from jspec.proposers._draft import DraftModel
+from jspec.proposers._hf_config import architectures, mask_token_of, num_drafts_of
 from jspec.proposers._tree import TreeDraftingConfig, check_width, draft_tree
 from jspec.proposers.base import Drafter, Proposer, Reads, refuse_axes
 from jspec.state import Batch, Drafts, Params
@@ -130,23 +132,9 @@ class Eagle3Config(TreeDraftingConfig):
 
 
 def init(config: Eagle3Config, params: Params, cache: CacheConfig, max_requests: int) -> KVCache:
-    """Allocates the head's own KV pages, one for each of the target's.
-
-    Raises:
-      ValueError: the params lack what the config needs beside the head's weights.
-    """
-    del max_requests
+    """Allocates the head's own KV pages, one for each of the target's."""
+    del params, max_requests
     model = config.model
-    needed = {
-        "target_ids": model.draft_vocab_size < config.vocab_size,
-        "mask_hidden": config.parallel_drafting,
-    }
-    for name, is_needed in needed.items():
-        if is_needed and name not in (params or {}):
-            raise ValueError(
-                f"eagle3: `params` has no {name!r}, which this config needs. Take config and "
-                "params from one call of jspec.load."
-            )
     return init_cache(
         cache,
         num_layers=model.decoder.num_layers,
@@ -211,7 +199,7 @@ def init_params(config: Eagle3Config, key: Array, dtype: DTypeLike) -> Params:
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Tells an EAGLE-3 or P-EAGLE head by `architectures`, or else by its first layer."""
-    named = [str(name).lower() for name in config.get("architectures") or ()]
+    named = [name.lower() for name in architectures(config)]
     return (
         any("eagle3" in name or "peagle" in name for name in named)
         or config.get("speculators_model_type") in ("eagle3", "peagle")
@@ -254,6 +242,10 @@ def load(
         parallel_drafting=parallel_drafting,
         tree=tree,
     )
+    if config.parallel_drafting:
+        refuse_axes("eagle3 with parallel_drafting", target.config)
+    if tree is not None:
+        refuse_axes("eagle3 with a tree", target.config)
     model = config.model
     apart = {name: tensor for name, tensor in checkpoint.tensors() if name in _APART}
     _check_fits(config, target, apart)
@@ -264,7 +256,7 @@ def load(
             rules[name] = None
             del template[leaf]  # the others stay, to be listed as misshapen
     params = assemble(template, rules, checkpoint.tensors())
-    params["embed"] = own_or_shared(apart.get(_EMBED), target.params["embed"])
+    params["embed"] = own_or_shared(apart.get(_EMBED), target.params["embed"], dtype)
     shared_head = target.params["embed" if target.config.tie_embeddings else "head"]
     own_head = apart.get(_HEAD)
     if "d2t" in apart:
@@ -273,7 +265,7 @@ def load(
             own_head = np.asarray(shared_head if own_head is None else own_head)[order]
         if len(ids) < config.vocab_size:
             params["target_ids"] = jnp.asarray(ids)
-    params["head"] = own_or_shared(own_head, shared_head)
+    params["head"] = own_or_shared(own_head, shared_head, dtype)
     if config.parallel_drafting:
         raw = np.asarray(apart["mask_hidden"]).reshape(1, -1)
         params["mask_hidden"] = _head(config, params).fuse(raw)[0]  # [1, Dh] -> [D]
@@ -362,4 +354,5 @@ PROPOSER = Proposer(
     init_params=init_params,
     recognises=recognises,
     load=load,
+    rules=lambda config, names: eagle3.rules(config.model, names) | {"d2t": Place(("target_ids",))},
 )

@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int
 from jspec.axes import PAD_TOKEN
 from jspec.checkpoint import Checkpoint, Model, assemble
 from jspec.checkpoint.sharing import own_or_shared
-from jspec.config import CacheConfig, check_at_least
+from jspec.config import CacheConfig, check_at_least, flag
 from jspec.models import medusa
+from jspec.models.layers import Place, Rules
 from jspec.models.medusa import TOKEN_MAP, HeadsConfig
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftingConfig
@@ -250,7 +251,7 @@ def load(
         of_target = _draft.take(of_target, params["target_ids"]) if shares else of_target
     if model.shared_head:
         own = None if shares else np.asarray(params["head"])
-        params["head"] = own_or_shared(own, of_target)
+        params["head"] = own_or_shared(own, of_target, dtype)
     config = MedusaConfig(
         num_drafts=cast(int, num_drafts), model=model, draft_sampling=draft_sampling, tree=tree
     )
@@ -278,6 +279,7 @@ def _heads_config(
     truncated = config.get("truncated_vocab_size")
     if truncated is not None:
         check_at_least("medusa", 1, truncated_vocab_size=truncated)
+    logit_scale = config.get("logit_scale")
     V = target.config.vocab_size
     own_heads = any(name.startswith("lm_heads.") for name in names) or not any(
         name.startswith(("blocks.", "lm_head.")) for name in names
@@ -287,10 +289,10 @@ def _heads_config(
         vocab_size=V,
         num_heads=num_heads,
         num_layers=num_layers,
-        bias=bool(config.get("medusa_fc_bias")) or any(name.endswith(".bias") for name in names),
-        shared_head=bool(config.get("original_lm_head")) or not own_heads,
+        bias=flag(config, "medusa_fc_bias") or any(name.endswith(".bias") for name in names),
+        shared_head=flag(config, "original_lm_head") or not own_heads,
         draft_vocab_size=None if truncated in (None, V) else truncated,
-        logit_scale=config.get("logit_scale", 1.0),
+        logit_scale=1.0 if logit_scale is None else logit_scale,
     )
 
 
@@ -350,6 +352,13 @@ def _truncated(
     return head[ids] if len(head) == vocab_size else head  # a third size is refused by name
 
 
+def rules(config: MedusaConfig, names: Collection[str]) -> Rules:
+    """Returns where each tensor of a checkpoint is in the params, by its full name."""
+    table = medusa.rules(config.model, [medusa.short_name(name) for name in names])
+    table[TOKEN_MAP] = Place(("target_ids",))
+    return {name: table.get(medusa.short_name(name)) for name in names}
+
+
 PROPOSER = Proposer(
     name="medusa",
     Config=MedusaConfig,
@@ -359,5 +368,6 @@ PROPOSER = Proposer(
     init_params=init_params,
     recognises=recognises,
     load=load,
+    rules=rules,
     tree=lambda config: config.tree,
 )

@@ -18,9 +18,11 @@ from jspec.checkpoint import Checkpoint, Model, assemble
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig, ModelConfig, check_at_least
 from jspec.models import mtp
+from jspec.models.layers import Place
 from jspec.models.llama import HiddenId
 from jspec.proposers import _draft, _in_turn
 from jspec.proposers._draft import DraftingConfig, DraftModel
+from jspec.proposers._hf_config import architectures
 from jspec.proposers.base import Drafter, Proposer, Reads
 from jspec.state import Batch, Drafts, Params
 
@@ -183,8 +185,8 @@ def load(
     own = ((name, x) for name, x in checkpoint.tensors() if _OF_MODULES[0] in name)
     params = assemble(template, mtp.rules(model), own)
     head = target.params["embed" if target.config.tie_embeddings else "head"]
-    params["embed"] = own_or_shared(tables.get(_SHARED[0]), target.params["embed"])
-    params["head"] = own_or_shared(tables.get(_SHARED[1]), head)
+    params["embed"] = own_or_shared(tables.get(_SHARED[0]), target.params["embed"], dtype)
+    params["head"] = own_or_shared(tables.get(_SHARED[1]), head, dtype)
     drafter = MTPConfig(
         num_drafts=num_modules if num_drafts is None else num_drafts,
         draft_sampling=draft_sampling,
@@ -203,7 +205,7 @@ _ARCHITECTURES = ("MiMoForCausalLM", "MiMoMTPModel")
 
 
 def _check_architecture(config: Mapping[str, Any]) -> None:
-    named = config.get("architectures") or []
+    named = architectures(config)
     if config.get("model_type") in ("mimo", "mimo_mtp") and set(named) <= set(_ARCHITECTURES):
         return
     raise ValueError(
@@ -234,4 +236,7 @@ PROPOSER = Proposer(
     init_params=init_params,
     recognises=recognises,
     load=load,
+    rules=lambda config, names: (
+        mtp.rules(config.model) | {_SHARED[0]: Place(("embed",)), _SHARED[1]: Place(("head",))}
+    ),
 )

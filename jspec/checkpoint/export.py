@@ -1,0 +1,125 @@
+"""Hugging Face folders written from params: the rule tables of loading, read backwards."""
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jspec.checkpoint.safetensors import DTYPES
+from jspec.models.layers import Place, Rules
+from jspec.state import Params
+
+
+class _Tensor(NamedTuple):
+    """A checkpoint tensor that params hold."""
+
+    place: Place
+    leaf: Any
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        part = np.asarray(self.leaf)
+        if self.place.columns:
+            part = part[..., slice(*self.place.columns)]
+        return np.ascontiguousarray(part.T if self.place.transpose else part)
+
+
+def disassemble(params: Params, rules: Rules) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the checkpoint tensors that `assemble` made params from, one by one.
+
+    Args:
+      params: nested dict of arrays.
+      rules: where each tensor went; those without a place are left out.
+
+    Raises:
+      ValueError: the rules name leaves that the params lack, or leave some unread.
+    """
+    for name, tensor in _find(params, rules).items():
+        yield name, tensor.read()
+
+
+def write_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    params: Params,
+    rules: Rules,
+    texts: Mapping[str, str],
+    *,
+    optional: Collection[str] = (),
+) -> None:
+    """Writes a Hugging Face folder, whole or not at all; tensors are copied one at a time.
+
+    Args:
+      folder: to be made.
+      config: content of config.json.
+      params: the weights.
+      rules: see `disassemble`.
+      texts: further files by name.
+      optional: keys of leaves that no rule needs to name.
+
+    Raises:
+      FileExistsError: something is at `folder`. ValueError: as `disassemble`.
+    """
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists. Remove it, or write to another path.")
+    tensors = _find(params, rules, optional)
+    partial = folder.absolute().with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir(parents=True)
+    try:
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        for name, text in texts.items():
+            (partial / name).write_text(text, "utf-8")
+        _write_safetensors(partial / "model.safetensors", tensors)
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _find(params: Params, rules: Rules, optional: Collection[str] = ()) -> dict[str, _Tensor]:
+    leaves = {
+        tuple(entry.key for entry in path): leaf for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    places = {name: place for name, place in rules.items() if place is not None}
+    wanted = {place.path for place in places.values()}
+    misfits = (wanted ^ leaves.keys()) - {(name,) for name in optional if (name,) not in wanted}
+    if misfits:
+        names = sorted("/".join(path) for path in misfits)
+        raise ValueError(
+            f"params and rules do not fit, they differ in {', '.join(names)}. Take both from one "
+            "model."
+        )
+    tensors = {}
+    for name, place in places.items():
+        shape = leaves[place.path].shape
+        if place.columns:
+            shape = (*shape[:-1], place.columns[1] - place.columns[0])
+        shape = shape[::-1] if place.transpose else shape
+        tensors[name] = _Tensor(place, leaves[place.path], shape)
+    return tensors
+
+
+def _write_safetensors(file: Path, tensors: Mapping[str, _Tensor]) -> None:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what transformers looks for
+    end = 0
+    for name, tensor in tensors.items():
+        dtype = np.dtype(tensor.leaf.dtype)
+        start, end = end, end + dtype.itemsize * int(np.prod(tensor.shape))
+        header[name] = {
+            "dtype": names[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            stream.write(tensor.read().tobytes())

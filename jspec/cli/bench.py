@@ -1,0 +1,246 @@
+"""`python -m jspec bench`: the same prompts with every drafter, in one table."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec import measure, proposers, replay, scheduling
+from jspec.checkpoint import Model
+from jspec.cli import decoding, drafters, models, prompts
+from jspec.cli.streaming import Progress
+from jspec.demo.prompts import demo_prompts
+from jspec.proposers.base import Drafter
+
+EXAMPLES = """examples:
+  python -m jspec bench --model smollm2 --max-tokens 64
+  python -m jspec bench --model path/to/folder --drafter eagle3=path/to/head \\
+      --suite questions.jsonl --batch-size 4 --markdown
+  python -m jspec bench --model path/to/folder --methods ngram,suffix --json
+"""
+
+_COLUMNS = (
+    *("method", "K", "drafts", "acceptance length", "accepted % by position", "drafting ms"),
+    *("verification ms", "tokens/s", "speed-up", "identical"),
+)
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to a parser's commands."""
+    bench = commands.add_parser(
+        "bench",
+        help="decode the same prompts with every drafter, and compare",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.set_defaults(run=_run)
+    add = bench.add_argument
+    add("--model", required=True, help="model folder, .gguf file, or smollm2 (fetched)")
+    add(
+        "--methods",
+        default="all",
+        help="which, with commas between (default: all that need no weights or have a --drafter)",
+    )
+    add(
+        "--drafter",
+        action="append",
+        default=[],
+        metavar="METHOD=PATH",
+        help="folder or .gguf file of a drafter with weights; may be given several times",
+    )
+    add("--suite", default="demo", help="demo (default), or a file of prompts as of generate")
+    add("--num-prompts", type=int, help="only the first ones of the suite")
+    drafters.add_options(add)
+    add("--raw", action="store_true", help="continue the texts themselves, without the chat form")
+    decoding.add_options(add)
+    add("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
+    forms = bench.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", help="print one JSON object")
+    forms.add_argument("--markdown", action="store_true", help="print a table in Markdown")
+    add("--picture", metavar="FILE", help="draw the table, too: .png, .pdf or .svg")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.picture is not None:
+        check_picture("--picture", Path(arguments.picture))
+    paths = _paths(arguments.drafter)
+    methods = _methods(arguments.methods, paths)
+    asked = _suite(arguments)
+    decoding.check(arguments, len(asked))
+    free = [method for method in methods if method not in paths]
+    configs = {m: drafters.without_weights(m, arguments, others=free) for m in free}
+    model = models.open_model(arguments.model, arguments.dtype, quiet=arguments.json)
+    loaded = {m: Drafter(config, None) for m, config in configs.items()}
+    for method, path in paths.items():
+        loaded[method] = drafters.open_drafter(
+            path, model, method=method, num_drafts=arguments.num_drafts
+        )
+    tokenizer = models.open_tokenizer(model)
+    ids = prompts.encode(tokenizer, asked, raw=arguments.raw)
+    rows = _measure(arguments, model, ids, {method: loaded[method] for method in methods})
+    header = {
+        "device": jax.devices()[0].device_kind,
+        "model": arguments.model,
+        "suite": arguments.suite,
+        "prompts": len(ids),
+        "max_tokens": arguments.max_tokens,
+        "batch_size": arguments.batch_size,
+        "dtype": arguments.dtype,
+    }
+    if arguments.json:
+        print(json.dumps(header | {"methods": rows}))
+    elif arguments.markdown:
+        print("\n".join(_markdown(rows)))
+    else:
+        print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in header.items()))
+        print("\n".join(_table(rows)))
+    if arguments.picture is not None:
+        _draw(rows, Path(arguments.picture), title=f"{arguments.model}, {header['device']}")
+    return 1 if any(row["identical_to_plain"] is False for row in rows) else 0
+
+
+def check_picture(option: str, output: Path) -> None:
+    """Raises ValueError for a picture that could not be written."""
+    if not output.parent.is_dir() or output.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(
+            f"{option} is {output}, wanted a file that ends in .png, .pdf or .svg in a folder that "
+            "exists."
+        )
+
+
+def _paths(words: list[str]) -> dict[str, str]:
+    """Reads `--drafter METHOD=PATH`."""
+    paths = {}
+    for word in words:
+        method, equals, path = word.partition("=")
+        if not equals:
+            raise ValueError(f"--drafter is {word!r}, wanted METHOD=PATH. Write the method, too.")
+        if proposers.find(method).load is None:
+            raise ValueError(f"--drafter {word}: {method} has no weights. Leave it out.")
+        if method in paths:
+            raise ValueError(f"--drafter has {method} twice. Leave one out.")
+        if not Path(path).exists():
+            raise ValueError(f"--drafter {word}: {path!r} does not exist. Pass its folder or file.")
+        paths[method] = path
+    return paths
+
+
+def _methods(words: str, paths: dict[str, str]) -> list[str]:
+    if words == "all":
+        return [*replay.model_free(), *paths]
+    methods = list(dict.fromkeys(words.split(",")))
+    for method in methods:
+        if not proposers.find(method).model_free and method not in paths:
+            raise ValueError(
+                f"--methods has {method}, which needs weights. Pass --drafter {method}=PATH."
+            )
+    unused = paths.keys() - set(methods)
+    if unused:
+        raise ValueError(
+            f"--drafter has {', '.join(unused)}, and --methods has not. Add it to --methods, or "
+            "leave --methods out."
+        )
+    return methods
+
+
+def _suite(arguments: argparse.Namespace) -> list[prompts.Prompt]:
+    if arguments.num_prompts is not None and arguments.num_prompts < 1:
+        raise ValueError(f"--num-prompts is {arguments.num_prompts}, wanted 1 or more. Raise it.")
+    if arguments.suite == "demo":
+        texts = demo_prompts(progress=not arguments.json)
+        return [prompt.text for prompt in texts[: arguments.num_prompts]]
+    return prompts.read_file(arguments.suite)[: arguments.num_prompts]
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    model: Model,
+    ids: list[list[int]],
+    loaded: dict[str, Drafter],
+) -> list[dict[str, Any]]:
+    """Runs every drafter, plain decoding first; returns a row for each."""
+    options: dict[str, Any] = decoding.of_target(arguments)
+    options["cache"] = scheduling.limits(
+        model, ids, arguments.max_tokens, arguments.batch_size, None, 1
+    )
+    rows, plain = [], None
+    for method, drafter in {"none": Drafter(None, None), **loaded}.items():
+        drafting = {} if drafter.config is None else decoding.of_drafting(arguments)
+        progress = Progress(method, len(ids))
+        try:
+            report = measure.run(model, ids, *drafter, on_tokens=progress, **options, **drafting)
+            first = ids[: arguments.batch_size]
+            halves = measure.halves(model, first, *drafter, **options, **drafting)
+        finally:
+            progress.finish()
+        plain = plain or report
+        num_drafts = drafter.config.num_drafts if drafter.config else 0
+        row = measure.summary(method, num_drafts, report, plain) | halves._asdict()
+        if method == "none" or not decoding.keeps_tokens(arguments):
+            row["identical_to_plain"] = None
+        rows.append(row)
+    return rows
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    def number(name: str, digits: int = 2) -> str:
+        return "-" if row[name] is None else f"{row[name]:.{digits}f}"
+
+    same = {True: "yes", False: "NO", None: "-"}
+    drafts = row["num_drafts"] > 0
+    return [
+        row["method"] if drafts else "plain",
+        str(row["num_drafts"]),
+        str(row["draft_tokens"]),
+        number("mean_acceptance_length"),
+        " ".join(f"{100 * rate:.0f}" for rate in row["acceptance_per_position"]) or "-",
+        number("draft_ms") if drafts else "-",
+        number("verify_ms"),
+        number("tokens_per_second", 1),
+        number("speedup"),
+        same[row["identical_to_plain"]],
+    ]
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [list(_COLUMNS), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    first, *rest = widths
+    return ["  ".join([line[0].ljust(first), *(map(str.rjust, line[1:], rest))]) for line in lines]
+
+
+def _markdown(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [list(_COLUMNS), ["---", *["---:"] * (len(_COLUMNS) - 1)], *map(_cells, rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _draw(rows: list[dict[str, Any]], output: Path, *, title: str) -> None:
+    """Draws acceptance by position and tokens a second."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "--picture needs matplotlib. Run: pip install 'jspec-decode[demo]'"
+        ) from error
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    drafted = rows[1:]
+    for row in drafted:
+        rates = row["acceptance_per_position"]
+        left.plot(range(1, len(rates) + 1), rates, marker="o", label=row["method"])
+    left.set(xlabel="draft position", ylabel="share accepted", ylim=(0, 1.05))
+    left.set_xticks(range(1, 1 + max(row["num_drafts"] for row in drafted)))
+    left.legend()
+    names = ["plain", *(row["method"] for row in drafted)]
+    colors = ["silver", *(f"C{i}" for i in range(len(drafted)))]
+    bars = right.barh(names, [row["tokens_per_second"] for row in rows], color=colors)
+    right.bar_label(bars, fmt="%.0f", padding=3)
+    right.invert_yaxis()
+    right.margins(x=0.15)
+    right.set(xlabel="tokens per second")
+    figure.suptitle(title)
+    figure.savefig(output, dpi=120)

@@ -1,0 +1,78 @@
+"""How the words of a command want tokens chosen, and drafts made and verified."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, get_args
+
+from jspec.adaptive import Adaptive
+from jspec.decode import Verification
+from jspec.sampling_params import sampling_params
+
+_SAMPLING = ("temperature", "seed", "top_k", "top_p", "min_p")
+
+
+def add_options(add: Callable[..., Any]) -> None:
+    """Adds the options of decoding to a command."""
+    add("--max-tokens", type=int, default=128, help="most tokens to add (default: 128)")
+    add("--batch-size", type=int, default=1, help="prompts decoded together (default: 1)")
+    add("--temperature", type=float, help="sample at this temperature (default: greedy)")
+    add("--seed", type=int, help="with --temperature: random seed (default: 0)")
+    add("--top-k", type=int, help="with --temperature: draw from the K best tokens")
+    add("--top-p", type=float, help="with --temperature: draw from the best of this share")
+    add("--min-p", type=float, help="with --temperature: least chance, relative to the best")
+    add(
+        "--verification",
+        choices=get_args(Verification),
+        help="with --temperature: keep drafts that the target draws, too (match, the default: the "
+        "tokens of plain decoding), or by chance (the same distribution)",
+    )
+    add("--adaptive", action="store_true", help="draft as much as pays, by measurement")
+
+
+def check(arguments: argparse.Namespace, num_prompts: int) -> None:
+    """Checks the options, before a model is loaded.
+
+    Raises:
+      ValueError: one is out of range, or has no effect without `--temperature`.
+    """
+    for name in ("max_tokens", "batch_size"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(
+                f"--{name.replace('_', '-')} ({name}) is {getattr(arguments, name)}, wanted 1 or "
+                "more. Raise it."
+            )
+    given = [
+        name
+        for name in (*_SAMPLING, "verification")
+        if name != "temperature" and getattr(arguments, name) is not None
+    ]
+    if given and arguments.temperature is None:
+        raise ValueError(
+            f"--{given[0].replace('_', '-')} has no effect without --temperature: greedy decoding "
+            "has nothing to choose from. Pass both, or leave it out."
+        )
+    sampling_params("generate", num_prompts, **_sampling(arguments))
+
+
+def of_target(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what runs with and without a drafter take, for `jspec.measure.run`."""
+    return {"max_tokens": arguments.max_tokens, "max_requests": arguments.batch_size} | _sampling(
+        arguments
+    )
+
+
+def of_drafting(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what runs with a drafter take beside that."""
+    options: dict[str, Any] = {"drafting": Adaptive() if arguments.adaptive else None}
+    if arguments.verification is not None:
+        options["verification"] = arguments.verification
+    return options
+
+
+def keeps_tokens(arguments: argparse.Namespace) -> bool:
+    """Whether drafts leave each token as plain decoding has it, not its distribution alone."""
+    return arguments.verification in (None, "match") or not arguments.temperature
+
+
+def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in _SAMPLING}

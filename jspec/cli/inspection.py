@@ -1,0 +1,246 @@
+"""`python -m jspec inspect`: what a folder or file is, and the memory that it will take."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.typing import DTypeLike
+
+from jspec import checkpoint, proposers
+from jspec.cache import KVCache, init_cache
+from jspec.checkpoint import Model, orbax
+from jspec.cli import drafters, models
+from jspec.config import CacheConfig, ModelConfig, read_json
+from jspec.models import llama
+from jspec.proposers.base import Drafter
+from jspec.saving import config_from_json, restore
+from jspec.state import Params
+
+EXAMPLES = """examples:
+  python -m jspec inspect path/to/folder --max-requests 64 --max-model-len 8192 --dtype bfloat16
+  python -m jspec inspect path/to/head --target path/to/folder
+  python -m jspec inspect model.gguf --json
+"""
+
+
+class Memory(NamedTuple):
+    """Bytes on the device.
+
+    Attributes:
+      weights: of the params, without what a drafter shares with its target.
+      shared: of the target's arrays that a drafter uses, too: they are there anyway.
+      kv_pages: of the pool of keys and values.
+      buffers: of what else a drafter keeps between steps.
+    """
+
+    weights: int
+    shared: int
+    kv_pages: int
+    buffers: int
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to a parser's commands."""
+    inspect = commands.add_parser(
+        "inspect",
+        help="tell what a folder or file is, and the memory that it will take",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    inspect.set_defaults(run=_run)
+    add = inspect.add_argument
+    add("path", help="model folder, drafter folder, .gguf file, folder of jspec.save, or smollm2")
+    add("--target", metavar="PATH", help="look at the path as a drafter for this model")
+    add("--method", help="--target: method of the drafter (default: the one that recognises it)")
+    add("--max-requests", type=int, default=8, help="requests at the same time (default: 8)")
+    add("--max-model-len", type=int, help="tokens of the longest one (default: the model's own)")
+    add("--page-size", type=int, default=16, help="tokens in a KV page (default: 16)")
+    add("--num-pages", type=int, help="KV pages (default: enough for all requests at full length)")
+    add("--dtype", help="of weights and KV pages (default: float32; saved: its own)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    dtype = arguments.dtype or "float32"
+    models.check_dtype(dtype)
+    if arguments.method is not None:
+        proposers.find(arguments.method)
+        if arguments.target is None:
+            raise ValueError("--method has no effect without --target. Leave it out.")
+    path = models.find("path", arguments.path)
+    result: dict[str, Any] = {"path": str(path), "form": _form(path)}
+    if arguments.target is not None:
+        target = _tables(models.find("--target", arguments.target), dtype)
+        drafter = drafters.open_drafter(path, target, method=arguments.method)
+        proposer = proposers.of(drafter.config)
+        result |= {
+            "is": "drafter",
+            "method": proposer.name,
+            "num_drafts": drafter.config.num_drafts,
+        }
+        cache = _cache(arguments, target.config, target.params)
+        memory = drafter_memory(drafter, target, cache, arguments.max_requests)
+        result |= {"parameters": _count(drafter.params)}
+    else:
+        described, config, params = _look(path, dtype)
+        result |= described
+        if config is None:
+            return _print(arguments, result)
+        cache = _cache(arguments, config, params)
+        memory = target_memory(config, params, cache)
+        result |= {"parameters": _count(params)}
+    sizes = {"num_pages": cache.num_pages, "page_size": cache.page_size}
+    sizes |= {"max_model_len": cache.max_model_len, "max_requests": arguments.max_requests}
+    total = memory.weights + memory.kv_pages + memory.buffers
+    result |= {"dtype": cache.dtype, **sizes, "bytes": memory._asdict() | {"total": total}}
+    return _print(arguments, result)
+
+
+def target_memory(config: ModelConfig, params: Params, cache: CacheConfig) -> Memory:
+    """Computes what a target and its KV pages take, from shapes."""
+    pages = jax.eval_shape(
+        lambda: init_cache(
+            cache,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+    )
+    return Memory(weights=_bytes(params), shared=0, kv_pages=_bytes(pages), buffers=0)
+
+
+def drafter_memory(
+    drafter: Drafter, target: Model, cache: CacheConfig, max_requests: int
+) -> Memory:
+    """Computes what a drafter takes beside its target: what `jspec.init` will hold.
+
+    Args:
+      drafter: from `jspec.load`.
+      target: the model that it was loaded with.
+      cache: sizes of its KV pages.
+      max_requests: requests at the same time.
+    """
+    config, init = drafter.config, proposers.of(drafter.config).init
+    memory = jax.eval_shape(lambda p: init(config, p, cache, max_requests), drafter.params)
+    of_target = {id(leaf) for leaf in jax.tree.leaves(target.params)}
+    leaves = jax.tree.leaves(drafter.params)
+    parts = jax.tree.leaves(memory, is_leaf=lambda part: isinstance(part, KVCache))
+    return Memory(
+        weights=_bytes([leaf for leaf in leaves if id(leaf) not in of_target]),
+        shared=_bytes([leaf for leaf in leaves if id(leaf) in of_target]),
+        kv_pages=_bytes([part for part in parts if isinstance(part, KVCache)]),
+        buffers=_bytes([part for part in parts if not isinstance(part, KVCache)]),
+    )
+
+
+def _look(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, Params]:
+    """Describes a path without a target; config and shapes where it is one itself."""
+    if models.is_saved(path):
+        config = config_from_json(read_json(path / "jspec.json")["config"])
+        if isinstance(config, ModelConfig):
+            return _target(config, []), config, orbax.read_shapes(path / "params")
+        name = proposers.of(config).name
+        return {"is": "drafter", "method": name, "num_drafts": config.num_drafts}, None, None
+    opened = checkpoint.read(path)
+    methods = [
+        proposer.name
+        for proposer in proposers.REGISTRY.values()
+        if proposer.recognises(opened.config, opened.names)
+    ]
+    if {"model.embed_tokens.weight", "model.norm.weight"} <= set(opened.names):
+        config = ModelConfig.from_hf(opened.config)
+        return _target(config, methods), config, llama.abstract_params(config, dtype)
+    if not methods:
+        raise ValueError(
+            f"{path} is neither a target model nor a drafter that jspec knows: its tensors are "
+            f"{', '.join(opened.names[:4]) or 'none'}. Pass another folder, or --target with "
+            "--method."
+        )
+    names = {"architectures": opened.config.get("architectures"), "tensors": len(opened.names)}
+    return {"is": "drafter", "method": " or ".join(methods), **names}, None, None
+
+
+def _target(config: ModelConfig, methods: list[str]) -> dict[str, Any]:
+    names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    sizes = {name: getattr(config, name) for name in names}
+    also = {"drafts_with": methods} if methods else {}
+    positions = {"max_positions": config.max_positions}
+    return {"is": "target", "model_type": config.model_type, **also, **sizes, **positions}
+
+
+def _tables(path: Path, dtype: DTypeLike) -> Model:
+    """Loads what drafters read of a target: its embedding and head; the rest are shapes."""
+    if models.is_saved(path):
+        saved = restore(path)
+        if not isinstance(saved, Model):
+            raise ValueError(f"--target {path} holds a drafter. Pass the model that it drafts for.")
+        return saved
+    opened = checkpoint.read(path)
+    config = ModelConfig.from_hf(opened.config)
+    params = llama.abstract_params(config, dtype)
+    wanted = {"model.embed_tokens.weight": "embed"}
+    if not config.tie_embeddings:
+        wanted["lm_head.weight"] = "head"
+    shapes = {leaf: params[leaf] for leaf in wanted.values()}
+    rules = {name: place for name, place in llama.rules(config).items() if name in wanted}
+    found = []
+    for name, tensor in opened.tensors():
+        if name in wanted:
+            found.append((name, tensor))
+        if len(found) == len(wanted):
+            break
+    params |= checkpoint.assemble(shapes, rules, found)
+    return Model(config, params, None, None, ())
+
+
+def _cache(arguments: argparse.Namespace, config: ModelConfig, params: Params) -> CacheConfig:
+    longest = arguments.max_model_len
+    if longest is not None and longest > config.max_positions:
+        raise ValueError(
+            f"--max-model-len is {longest}, above the {config.max_positions} positions that the "
+            "model was made for. Lower it."
+        )
+    if arguments.max_requests < 1:
+        raise ValueError(f"--max-requests is {arguments.max_requests}, wanted 1 or more. Raise it.")
+    dtype = arguments.dtype or params["embed"].dtype.name
+    sizes = {"page_size": arguments.page_size, "dtype": dtype}
+    sizes["max_model_len"] = config.max_positions if longest is None else longest
+    per_request = CacheConfig(num_pages=1, **sizes).pages_per_request
+    num_pages = arguments.num_pages
+    if num_pages is None:
+        num_pages = per_request * arguments.max_requests
+    return CacheConfig(num_pages=num_pages, **sizes)
+
+
+def _form(path: Path) -> str:
+    if models.is_saved(path):
+        return "folder of jspec.save"
+    return "Hugging Face folder" if path.is_dir() else "GGUF file"
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _count(params: Params) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def _print(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
+    if arguments.json:
+        print(json.dumps(result))
+        return 0
+    sizes = result.pop("bytes", {})
+    for name, value in result.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else value
+        print(f"{name.replace('_', ' '):>18}  {text}")
+    for name, value in sizes.items():
+        if not value:
+            continue
+        print(f"{name.replace('_', ' '):>18}  {value / 2**20:12,.1f} MiB  ({value:,} bytes)")
+    if not sizes:
+        print("pass --target with the model that it drafts for to see the memory that it takes")
+    return 0

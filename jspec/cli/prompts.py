@@ -1,0 +1,100 @@
+"""Prompts that the words of a command name: texts, files, JSON lines."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from jspec.checkpoint.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | list[dict[str, str]]
+"""A text, or the messages of a conversation."""
+
+
+def add_options(add: Callable[..., Any]) -> None:
+    """Adds the options of prompts to a command."""
+    add("--prompt", action="append", help="text; may be given several times")
+    add(
+        "--prompt-file",
+        action="append",
+        metavar="FILE",
+        help='a text file is one prompt; a .jsonl file has one a line, {"prompt": "..."} or '
+        '{"messages": [...]}; - reads one from standard input',
+    )
+
+
+def read(arguments: argparse.Namespace) -> list[Prompt]:
+    """Collects the prompts of a command: those of `--prompt`, then those of the files.
+
+    Raises:
+      ValueError: there is none, a line is no prompt, or a file is no text. OSError: a file cannot
+        be read.
+    """
+    prompts: list[Prompt] = list(arguments.prompt or ())
+    for name in arguments.prompt_file or ():
+        prompts += read_file(name)
+    if not prompts:
+        raise ValueError("there is no prompt. Pass --prompt TEXT or --prompt-file FILE.")
+    return prompts
+
+
+def read_file(name: str) -> list[Prompt]:
+    """Reads a file of prompts; one that does not end in .jsonl is a single one.
+
+    Raises: as `read`.
+    """
+    if name != "-" and not Path(name).is_file():
+        raise ValueError(f"{name} is no file. Pass a text file, or a .jsonl file of prompts.")
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is no UTF-8 text ({error}). Save it as UTF-8.") from error
+    if not name.endswith(".jsonl"):
+        return [text.removesuffix("\n")]
+    lines = enumerate(text.split("\n"), start=1)
+    prompts = [_parse(line, f"{name}, line {number}") for number, line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"{name} holds no prompt, wanted one a line. Add some.")
+    return prompts
+
+
+def encode(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, raw: bool) -> list[list[int]]:
+    """Encodes prompts in the model's chat form, or as they stand.
+
+    Raises:
+      ValueError: a conversation is to be taken as it stands.
+    """
+    if raw and not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(
+            'messages have no text to continue as it stands. Leave out --raw, or pass {"prompt": '
+            '"..."} lines.'
+        )
+    return [
+        tokenizer.encode(prompt) if raw and isinstance(prompt, str) else tokenizer.chat(prompt)
+        for prompt in prompts
+    ]
+
+
+def _parse(line: str, place: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is not JSON ({error}). Write one object a line.") from error
+    prompt = record.get("prompt", record.get("messages")) if isinstance(record, dict) else None
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_chat(prompt)):
+        return prompt
+    raise ValueError(
+        f'{place} is {line.strip()[:60]!r}, wanted {{"prompt": "text"}} or {{"messages": '
+        '[{"role": "user", "content": "text"}]}. Correct the line.'
+    )
+
+
+def _is_chat(messages: list[Any]) -> bool:
+    return all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in messages
+    )

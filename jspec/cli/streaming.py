@@ -1,0 +1,125 @@
+"""What people see while prompts are decoded: text as it comes, and how far it got."""
+
+import sys
+import time
+from collections.abc import Sequence
+
+from jspec.checkpoint.tokenizer import Tokenizer
+
+_INTERVAL = 0.1  # seconds between two states of the progress line
+
+
+class Text:
+    """Prints continuations one after the other; accepted drafts are set off on a terminal.
+
+    Prompts that are decoded together take turns: the first that has not ended is shown as it
+    comes, what the others get meanwhile waits.
+
+    Args:
+      tokenizer: the model's.
+      budgets: most tokens that each prompt may get.
+      stop_ids: tokens that end a text.
+      titles: printed before each text, where there are several.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        budgets: Sequence[int],
+        stop_ids: Sequence[int],
+        titles: Sequence[str],
+    ):
+        self._tokenizer = tokenizer
+        self._left = list(budgets)
+        self._stop_ids = frozenset(stop_ids)
+        self._titles = titles if len(titles) > 1 else ()
+        self._waiting: list[list[tuple[list[int], int]]] = [[] for _ in budgets]
+        self._current, self._has_title = 0, False
+        self._stream = tokenizer.stream()
+        self._bold, self._dim, self._plain = (
+            ("\033[1;32m", "\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "", "")
+        )
+
+    def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
+        """Takes what a step gave a prompt; see `jspec.scheduling.OnTokens`."""
+        ended = tokens[-1] in self._stop_ids
+        self._left[index] = 0 if ended else self._left[index] - len(tokens)
+        self._waiting[index].append((tokens, num_accepted))
+        while self._current < len(self._left):
+            for kept, accepted in self._waiting[self._current]:
+                self._print(kept, accepted)
+            self._waiting[self._current].clear()
+            if self._left[self._current] > 0:
+                break
+            self._end()
+
+    def finish(self) -> None:
+        """Ends the output: prompts that are left got no token."""
+        while self._current < len(self._left):
+            self._end()
+        sys.stdout.flush()
+
+    def _begin(self) -> None:
+        if self._titles and not self._has_title:
+            title = self._titles[self._current]
+            print(f"{self._dim}[{self._current + 1}] {title}{self._plain}")
+        self._has_title = True
+
+    def _end(self) -> None:
+        self._begin()
+        print(self._stream.finish(), end="\n\n")
+        self._current, self._has_title = self._current + 1, False
+        self._stream = self._tokenizer.stream()
+
+    def _print(self, tokens: list[int], num_accepted: int) -> None:
+        self._begin()
+        push = self._stream.push
+        accepted, rest = push(tokens[:num_accepted]), push(tokens[num_accepted:])
+        marked = f"{self._bold}{accepted}{self._plain}" if accepted else ""
+        print(marked, rest, sep="", end="", flush=True)
+
+
+class Progress:
+    """Keeps a line on standard error, where that is a terminal.
+
+    Args:
+      title: how the line begins.
+      num_prompts: of the run.
+    """
+
+    def __init__(self, title: str, num_prompts: int):
+        self._title = title
+        self._num_prompts = num_prompts
+        self._seen: set[int] = set()
+        self._num_tokens = self._num_accepted = 0
+        self._begin = time.perf_counter()
+        self._shown = 0.0
+        self._write("compiling, up to a minute the first time")
+
+    def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
+        """Takes what a step gave a prompt; see `jspec.scheduling.OnTokens`."""
+        if not self._seen:  # the clock starts with the first token: what compiles, has
+            self._begin = time.perf_counter()
+        self._seen.add(index)
+        self._num_tokens += len(tokens)
+        self._num_accepted += num_accepted
+        now = time.perf_counter()
+        if now - self._shown < _INTERVAL:
+            return
+        self._shown = now
+        done = len(self._seen)
+        filled = "#" * round(20 * done / self._num_prompts)
+        speed = self._num_tokens / max(now - self._begin, 1e-3)
+        self._write(
+            f"[{filled:20}] prompt {done}/{self._num_prompts}, {self._num_tokens} tokens, "
+            f"{self._num_accepted} accepted drafts, {speed:.1f} tokens/s"
+        )
+
+    def finish(self) -> None:
+        """Takes the line away."""
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def _write(self, text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{self._title}: {text}", end="", file=sys.stderr, flush=True)

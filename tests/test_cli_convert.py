@@ -1,0 +1,221 @@
+"""`convert` changes the form of a model and nothing else."""
+
+import json
+import re
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import jspec
+from jspec import cli
+from jspec.checkpoint.export import disassemble, write_folder
+from jspec.config import ModelConfig
+from jspec.models import llama
+from jspec.rope import RopeConfig
+from tests.conftest import GOLDEN
+from tests.text_models import with_tokenizer
+
+MODELS = GOLDEN / "models"
+TARGETS = [
+    *("target_llama", "target_llama_rope3", "target_qwen2_bias", "target_qwen3"),
+    *("target_qwen3_tied", "draft_llama_small", "mimo_mtp"),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
+
+
+def convert(*words):
+    return cli.main(["convert", *map(str, words)])
+
+
+def tensors(folder):
+    return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    return all(
+        x.dtype == y.dtype and np.array_equal(x, y)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_recorded_model_goes_to_orbax_and_back_bit_by_bit(name, tmp_path, capfd):
+    assert convert(MODELS / name, tmp_path / "saved") == 0, capfd.readouterr().err
+    assert convert(tmp_path / "saved", tmp_path / "again") == 0, capfd.readouterr().err
+    before, after = tensors(MODELS / name), tensors(tmp_path / "again")
+    ours = {key for key in before if "mtp_layers" not in key}
+    if ModelConfig.from_hf(MODELS / name).tie_embeddings:
+        ours.discard("lm_head.weight")
+    assert after.keys() == ours
+    for key in ours:
+        assert after[key].dtype == np.float32
+        np.testing.assert_array_equal(after[key], before[key].astype(np.float32), err_msg=key)
+    model, again = jspec.load(MODELS / name, "float32"), jspec.load(tmp_path / "again", "float32")
+    assert again.config == model.config and again.stop_ids == model.stop_ids
+    assert same(again.params, model.params)
+
+
+def test_texts_and_dtype_come_along(tmp_path, capfd):
+    source = with_tokenizer(tmp_path / "source", "draft_llama_small")
+    (source / "chat_template.jinja").write_text("<|im_start|>")
+    assert convert(source, tmp_path / "saved", "--dtype", "bfloat16") == 0
+    assert convert(tmp_path / "saved", tmp_path / "again") == 0, capfd.readouterr().err
+    model, again = jspec.load(source), jspec.load(tmp_path / "again")
+    assert again[2:] == model[2:]
+    assert again.tokenizer_json is not None and again.chat_template == "<|im_start|>"
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert all(x.dtype == ml_dtypes.bfloat16 for x in tensors(tmp_path / "again").values())
+    assert same(again.params, model.params)
+
+
+def test_a_recorded_head_goes_to_orbax_without_what_its_target_has(tmp_path, capfd):
+    target = MODELS / "target_llama"
+    assert convert(MODELS / "eagle1_llama", tmp_path / "head", "--target", target) == 0
+    assert "a drafter of method eagle" in capfd.readouterr().out
+    model = jspec.load(target, "float32")
+    wanted = jspec.load(MODELS / "eagle1_llama", target=model)
+    restored = jspec.restore(tmp_path / "head", model)
+    assert restored.config == wanted.config and same(restored.params, wanted.params)
+    assert restored.params["embed"] is model.params["embed"]
+
+
+HEADS = [
+    ("eagle1_llama", "target_llama"),
+    ("eagle1_llama_fcbias", "target_llama"),
+    ("eagle3_llama", "target_llama"),
+    ("eagle3_llama_aux", "target_llama"),
+    ("eagle3_llama_fullvocab", "target_llama"),
+    ("eagle3_llama_v31", "target_llama"),
+    ("medusa_llama", "target_llama"),
+    ("medusa_llama_vllm", "target_llama"),
+    ("medusa_llama_vllm_trunc", "target_llama"),
+    ("dflash_qwen3", "target_qwen3"),
+    ("dflash2_qwen3", "target_qwen3"),
+    ("mimo_mtp", "mimo_mtp"),
+    ("draft_llama_small", "target_llama"),
+]
+
+
+@pytest.mark.parametrize("head,of", HEADS)
+def test_a_recorded_drafter_goes_to_orbax_and_back(head, of, tmp_path, capfd):
+    method = "mtp" if head == "mimo_mtp" else None
+    words = ["--target", MODELS / of, *(["--method", method] if method else [])]
+    assert convert(MODELS / head, tmp_path / "saved", *words) == 0, capfd.readouterr().err
+    assert convert(tmp_path / "saved", tmp_path / "again", *words) == 0, capfd.readouterr().err
+    target = jspec.load(MODELS / of, "float32")
+    wanted = jspec.load(MODELS / head, target=target, method=method)
+    again = jspec.load(tmp_path / "again", target=target, method=method)
+    assert again.config == wanted.config and same(again.params, wanted.params)
+    before, after = tensors(MODELS / head), tensors(tmp_path / "again")
+    assert after and after.keys() <= before.keys()
+    for name, tensor in after.items():
+        np.testing.assert_array_equal(tensor, before[name], err_msg=name)
+
+
+def test_a_drafter_of_unknown_origin_is_not_written_back(tmp_path, capfd):
+    target = jspec.load(MODELS / "target_llama", "float32")
+    head = jspec.load(MODELS / "eagle3_llama", target=target)
+    jspec.save(tmp_path / "saved", head, target=target)
+    assert convert(tmp_path / "saved", tmp_path / "x", "--target", MODELS / "target_llama") == 1
+    assert "where its own folder is not known" in capfd.readouterr().err
+
+
+def test_orbax_is_passed_over_with_to_hf(tmp_path):
+    assert convert(MODELS / "draft_llama_small", tmp_path / "again", "--to", "hf") == 0
+    before, after = tensors(MODELS / "draft_llama_small"), tensors(tmp_path / "again")
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["nowhere", "new"], "source 'nowhere' does not exist"),
+        ([MODELS / "target_llama", MODELS], "exists. Remove it"),
+        ([MODELS / "target_llama", "new", "--dtype", "int8"], "float32 or bfloat16"),
+        ([MODELS / "eagle3_llama", "new"], "eagle3.*target=model"),
+        ([MODELS / "eagle3_llama", "new", "--method", "eagle3"], "without --target"),
+        (
+            [MODELS / "peagle_llama", "new", "--to", "hf", "--target", MODELS / "target_llama"],
+            "eagle3 that drafts in parallel is not written.*Keep the folder",
+        ),
+    ],
+)
+def test_an_error_is_one_line_and_leaves_nothing(words, message, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert convert(*words) == 1
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert re.search(message, captured.err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    from jspec.checkpoint import export
+
+    config = ModelConfig.tiny()
+    params = llama.init_params(config, jax.random.key(0), "float32")
+
+    def full(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(export, "_write_safetensors", full)
+    with pytest.raises(OSError, match="no space"):
+        write_folder(tmp_path / "new", config.to_hf(), params, llama.rules(config), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_params_that_the_rules_do_not_cover_are_named():
+    config = ModelConfig.tiny()
+    params = llama.init_params(config, jax.random.key(0), "float32")
+    with pytest.raises(ValueError, match="extra.*Take both from one model"):
+        dict(disassemble(params | {"extra": params["embed"]}, llama.rules(config)))
+    del params["norm"]
+    with pytest.raises(ValueError, match="norm/weight"):
+        dict(disassemble(params, llama.rules(config)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"eos_token_ids": (3,), "max_positions": 99, "rms_norm_eps": 1e-5},
+        {"eos_token_ids": (3, 5), "tie_embeddings": True},
+        {"qkv_bias": True, "model_type": "qwen2"},
+        {"qkv_bias": False, "model_type": "qwen2"},
+        {"qkv_bias": True, "model_type": "mimo"},
+        {"qkv_bias": True, "o_bias": True},
+        {"qkv_bias": True},
+        {"qk_norm": True, "model_type": "qwen3"},
+        {"rope": RopeConfig(theta=5e5)},
+        {"rope": RopeConfig(kind="linear", factor=4.0)},
+        {
+            "rope": RopeConfig(
+                kind="llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_len=64,
+            )
+        },
+        {"rope": RopeConfig(kind="yarn", factor=4.0, original_max_len=64, truncate=False)},
+        {"rope": RopeConfig(mrope_section=(2, 1, 1), mrope_interleaved=True)},
+    ],
+)
+def test_a_config_is_read_back_from_its_config_json(changes):
+    config = ModelConfig.tiny(**changes)
+    written = json.loads(json.dumps(config.to_hf()))
+    assert ModelConfig.from_hf(written) == config
+
+
+def test_a_config_that_no_config_json_says_is_refused():
+    with pytest.raises(ValueError, match=r"has no config\.json.*jspec\.save"):
+        ModelConfig.tiny(model_type="qwen2", o_bias=True).to_hf()
