@@ -36,7 +36,8 @@ def convert(*words):
 
 
 def tensors(folder):
-    return safetensors.numpy.load_file(folder / "model.safetensors")
+    (file,) = folder.glob("*.safetensors")
+    return safetensors.numpy.load_file(file)
 
 
 def same(a, b):
@@ -118,7 +119,10 @@ def test_a_recorded_drafter_goes_to_orbax_and_back(head, of, tmp_path, capfd):
     before, after = tensors(MODELS / head), tensors(tmp_path / "again")
     assert after and after.keys() <= before.keys()
     for name, tensor in after.items():
-        np.testing.assert_array_equal(tensor, before[name], err_msg=name)
+        wanted = before[name]
+        if "token_map" in before and len(wanted) == len(before["token_map"]):
+            wanted = wanted[np.argsort(before["token_map"])]  # rows by the target's ids
+        np.testing.assert_array_equal(tensor, wanted, err_msg=name)
 
 
 def test_a_drafter_of_unknown_origin_is_not_written_back(tmp_path, capfd):

@@ -94,6 +94,7 @@ def test_text_is_put_in_the_chat_form_unless_it_is_raw():
         (["--temperature", "1", "--top-p", "0"], "top_p.*keeps every token"),
         (["--temperature", "1", "--min-p", "2"], "min_p"),
         (["--batch-size", "0"], "--batch-size"),
+        (["--draft-sampling", "greedy", "--temperature", "1"], "no effect without --drafter"),
         (["--method", "none", "--adaptive"], "--adaptive has no effect with --method none"),
         (["--prompt-file", "nowhere"], "nowhere is no file"),
     ],

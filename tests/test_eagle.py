@@ -1,7 +1,6 @@
 """EAGLE-1 heads against recorded hidden states, logits and chains, and what loading refuses."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,52 +14,29 @@ from jspec.models.eagle import EagleModelConfig
 from jspec.proposers import _draft
 from jspec.proposers.eagle import PROPOSER, draft_model, recognises
 from tests.conftest import GOLDEN
+from tests.heads import (
+    NEAR_TIE,
+    PAGE_SIZE,
+    PAGES,
+    TOLERANCE,
+    checkpoint,
+    dense_attention,
+    dense_mlp,
+    dense_norm,
+    recorded,
+    recorded_batch,
+    target,
+)
 from tests.paged import make_view, poisoned_cache, shuffled_tables
-from tests.steps import Row, make_step
 from tests.transcripts import chain_with_outputs
 
 pytestmark = pytest.mark.any_device
 
 HEADS = ["eagle1_llama", "eagle1_llama_fcbias"]
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32, as the recordings' README says
-NEAR_TIE = 1e-3
-PAGE_SIZE, PAGES = 5, 8
-
-
-@functools.cache
-def target(dtype="float32"):
-    return jspec.load(GOLDEN / "models" / "target_llama", dtype)
-
-
-def checkpoint(name, *, drop=(), config=None, **tensors):
-    """A head's checkpoint, changed."""
-    original = read(GOLDEN / "models" / name)
-    kept = {key: value for key, value in original.tensors() if key not in drop} | tensors
-    return original._replace(
-        config=original.config | (config or {}), names=tuple(kept), tensors=lambda: kept.items()
-    )
 
 
 def load(checkpoint, **kwargs):
     return PROPOSER.load(checkpoint, target(), **{"dtype": "float32"} | kwargs)
-
-
-def recorded_batch(data, config, rng):
-    """The step that read the recorded prompts whole, over shuffled pages."""
-    rows = [
-        Row(slot=i, context=data[f"prompt_{i}"], kept=[int(data[f"next_token_{i}"])], start=0)
-        for i in range(3)
-    ]
-    num_rows = sum(len(row.context) for row in rows)
-    scheduled, verified = make_step(
-        rows, num_requests=4, num_rows=num_rows + 5, width=6, pages_per_request=PAGES, poison=True
-    )
-    table = scheduled.block_table.copy()
-    table[:3] = shuffled_tables(rng, 3, PAGES, 3 * PAGES)
-    hidden = np.full((num_rows + 5, config.model.hidden_size), np.nan, np.float32)
-    hidden[:num_rows] = np.concatenate([data[f"target_hidden_{i}"] for i in range(3)])
-    scheduled = dataclasses.replace(scheduled, block_table=table, hidden=hidden)
-    return jspec.prepare(scheduled, verified, vocab_size=config.vocab_size)
 
 
 def cache_of(config):
@@ -69,9 +45,9 @@ def cache_of(config):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name, rng):
-    data = np.load(GOLDEN / "models" / name / "expected.npz")
+    data = recorded(name)
     config, params = load(checkpoint(name))
-    batch = recorded_batch(data, config, rng)
+    batch = recorded_batch(data, config, "target_hidden", rng)
     cache = cache_of(config)
 
     @jax.jit
@@ -98,9 +74,9 @@ def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name, rng):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_draft_loop_gives_the_recorded_chain(name, rng):
-    data = np.load(GOLDEN / "models" / name / "expected.npz")
+    data = recorded(name)
     config, params = load(checkpoint(name), num_drafts=5)
-    batch = recorded_batch(data, config, rng)
+    batch = recorded_batch(data, config, "target_hidden", rng)
 
     @jax.jit
     def run(params, batch, cache):
@@ -133,33 +109,13 @@ def test_two_layers_are_those_of_a_plain_loop(rng):
 
 def dense(config, params, ids, hidden):
     """EAGLE-1 without a cache, in float64."""
-    T, N, n, d = len(ids), config.num_heads, config.num_kv_heads, config.head_dim
-
-    def norm(x, weight):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.rms_norm_eps) * weight
-
-    def rotated(x):
-        angle = np.arange(T)[:, None] * config.rope.theta ** -(np.arange(0, d, 2) / d)
-        turn = np.exp(1j * angle)[:, None]
-        pairs = (x[..., : d // 2] + 1j * x[..., d // 2 :]) * turn
-        return np.concatenate([pairs.real, pairs.imag], -1)
-
+    eps = config.rms_norm_eps
     x = np.concatenate([params["embed"][ids], hidden], -1) @ params["fc"] + params["fc_bias"]
     for i in range(config.num_layers):
         layer = params["layers"][str(i)]
-        read = norm(x, layer["input_norm"]["weight"]) if i else x
-        qkv = read @ layer["attention"]["qkv"] + layer["attention"]["qkv_bias"]
-        q, k, v = np.split(qkv.reshape(T, N + 2 * n, d), [N, N + n], axis=1)
-        k, v = (np.repeat(part, N // n, axis=1) for part in (rotated(k), v))
-        scores = np.einsum("qhd,khd->hqk", rotated(q), k) / np.sqrt(d)
-        scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
-        scores = np.exp(scores - scores.max(-1, keepdims=True))
-        scores /= scores.sum(-1, keepdims=True)
-        x = x + np.einsum("hqk,khd->qhd", scores, v).reshape(T, -1) @ layer["attention"]["o"]
-        gate, up = np.split(
-            norm(x, layer["post_norm"]["weight"]) @ layer["mlp"]["gate_up"], 2, axis=-1
-        )
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp"]["down"]
+        read = dense_norm(x, layer["input_norm"]["weight"], eps) if i else x
+        x = x + dense_attention(config, layer["attention"], read)
+        x = x + dense_mlp(layer["mlp"], dense_norm(x, layer["post_norm"]["weight"], eps))
     return x
 
 
@@ -183,11 +139,11 @@ def test_the_head_of_a_target_with_tied_embeddings_is_its_embedding():
 
 
 def test_a_head_may_have_another_dtype_than_its_target():
-    config, params = PROPOSER.load(checkpoint(HEADS[0]), target("bfloat16"), dtype="float32")
+    config, params = PROPOSER.load(checkpoint(HEADS[0]), target(dtype="bfloat16"), dtype="float32")
     assert params["fc"].dtype == np.float32 and params["embed"].dtype == jnp.bfloat16
     prompts = [[5, 6, 7, 8], [9, 4]]
     arguments = {"max_tokens": 12, "stop_ids": ()}
-    report = jspec.generate(target("bfloat16"), prompts, config, params, **arguments)
+    report = jspec.generate(target(dtype="bfloat16"), prompts, config, params, **arguments)
     assert report.stats.num_accepted_tokens > 0
 
 
@@ -240,3 +196,11 @@ def test_a_head_that_does_not_fit_is_refused(changes, words):
     options = {name: changes.pop(name) for name in ("drop", "config") if name in changes}
     with pytest.raises(ValueError, match="(?s)" + words):
         load(checkpoint(HEADS[0], **options, **changes))
+
+
+def test_a_table_of_its_own_has_the_dtype_of_the_head():
+    own = np.asarray(target().params["embed"]) + 1
+    given = checkpoint(HEADS[0], **{"embed_tokens.weight": own})
+    params = PROPOSER.load(given, target(dtype="bfloat16"), dtype="float32").params
+    assert params["embed"].dtype == np.float32 and params["head"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(params["embed"], own)

@@ -14,6 +14,7 @@ import jspec
 from jspec import checkpoint, proposers
 from jspec.checkpoint import sharing
 from jspec.checkpoint.sharing import own_or_shared
+from tests import heads
 from tests.conftest import GOLDEN
 from tests.counting import backend_compiles
 from tests.heads import target as recorded_target
@@ -297,3 +298,22 @@ def test_a_table_of_another_shape_is_kept(shape, rng):
     shared = jnp.zeros((37, 16), jnp.bfloat16)
     kept = own_or_shared(np.zeros(shape, ml_dtypes.bfloat16), shared, np.float32)
     assert kept.shape == shape and kept.dtype == np.float32  # the drafter's
+
+
+@pytest.mark.parametrize(
+    "method, name, tensor",
+    [
+        ("eagle", "eagle1_llama", "fc.weight"),
+        ("eagle", "eagle1_llama", "embed_tokens.weight"),
+        ("eagle3", "eagle3_llama", "midlayer.mlp.up_proj.weight"),
+        ("eagle3", "eagle3_llama", "lm_head.weight"),
+        ("draft_model", "draft_llama_small", "model.norm.weight"),
+        ("medusa", "medusa_llama", "0.0.linear.weight"),
+        ("medusa", "medusa_llama_vllm_trunc", "lm_head.weight"),
+    ],
+)
+def test_quantized_weights_are_refused_not_read_as_numbers(method, name, tensor):
+    shape = dict(heads.checkpoint(name).tensors())[tensor].shape
+    given = heads.checkpoint(name, **{tensor: np.ones(shape, np.int8)})
+    with pytest.raises(ValueError, match="(?s)int8, wanted floats.*(quantized|same model)"):
+        proposers.find(method).load(given, heads.target(), dtype="float32")

@@ -11,6 +11,7 @@ import jspec
 from jspec import proposers
 from jspec.checkpoint import read
 from jspec.proposers.medusa import PROPOSER, MedusaConfig
+from tests import heads
 from tests.conftest import GOLDEN
 from tests.medusa_heads import (
     NAMES,
@@ -234,3 +235,19 @@ def test_a_folder_is_loaded_by_path_alone(target, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 4}))
     with pytest.raises(FileNotFoundError, match="neither model.safetensors"):
         jspec.load(tmp_path, target=target)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"token_map": np.full(80, 0.5, np.float32)},
+            "'token_map' is float32.*wanted 80 different",
+        ),
+        ({"lm_head.weight": np.zeros((), np.float32)}, r"wrong shape: lm_head.weight \[\], wanted"),
+    ],
+)
+def test_a_truncated_vocabulary_that_is_no_table_is_refused(changes, words):
+    given = heads.checkpoint("medusa_llama_vllm_trunc", **changes)
+    with pytest.raises(ValueError, match="(?s)" + words):
+        PROPOSER.load(given, heads.target(), dtype="float32")

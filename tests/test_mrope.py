@@ -173,6 +173,26 @@ def test_methods_with_rows_of_their_own_refuse_three_axes_at_construction():
     jspec.MTPConfig(num_drafts=2, model=model, hidden_layer=1)
 
 
+@pytest.mark.parametrize(
+    "method, model, head, options",
+    [
+        ("eagle", "target_llama", "eagle1_llama", {"tree": jspec.Tree([(0,), (0, 0)])}),
+        ("eagle3", "target_llama", "eagle3_llama", {"tree": jspec.Tree([(0,), (0, 0)])}),
+        ("eagle3", "target_llama", "peagle_llama", {"parallel_drafting": True}),
+        ("dflash", "target_qwen3", "dflash_qwen3", {}),
+        ("draft_model", "target_llama", "draft_llama_small", {}),
+    ],
+)
+def test_methods_with_rows_of_their_own_refuse_a_target_with_three_axes(
+    golden, method, model, head, options
+):
+    target = jspec.load(golden / "models" / model, "float32")
+    rope = RopeConfig(mrope_section=(target.config.head_dim // 2, 0, 0))
+    target = target._replace(config=dataclasses.replace(target.config, rope=rope))
+    with pytest.raises(NotImplementedError, match=f"{method}.*M-RoPE.*Draft with a chain"):
+        jspec.load(golden / "models" / head, target=target, **options)
+
+
 def test_xd_rope_is_refused_by_method_and_model(golden, tmp_path):
     rope = {"type": "xdrope", "xdrope_section": [4, 4, 4, 4], "alpha": 1000.0}
     with pytest.raises(NotImplementedError, match="'qwen2' has XD-RoPE"):

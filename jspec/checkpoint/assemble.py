@@ -27,7 +27,8 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
       The params on the default device, in the template's dtypes.
 
     Raises:
-      ValueError: tensors are missing, unknown, repeated or of a wrong shape; all are listed.
+      ValueError: tensors are missing, unknown, repeated, of a wrong shape or no floats; all are
+        listed.
     """
     shapes = {_keys(path): leaf for path, leaf in jax.tree.leaves_with_path(template)}
     wanted = {name: place for name, place in rules.items() if place is not None}
@@ -45,6 +46,8 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
         seen.add(name)
         leaf = shapes[place.path]
         shape = _tensor_shape(leaf.shape, place)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not is_float(tensor):
+            problems.append(f"wrong dtype: {name} {tensor.dtype}, wanted floats, not quantized")
         if tensor.shape != shape:
             problems.append(f"wrong shape: {name} {list(tensor.shape)}, wanted {list(shape)}")
         if problems:  # go on for the names and shapes only
@@ -69,6 +72,11 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
         return jnp.asarray(leaves.pop(_keys(path))).block_until_ready()
 
     return jax.tree.map_with_path(move, template)
+
+
+def is_float(tensor: np.ndarray) -> bool:
+    """Tells weights from quantized ones, whose integers mean nothing without their scales."""
+    return bool(jnp.issubdtype(tensor.dtype, jnp.floating))
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jspec.checkpoint.assemble import is_float
+
 _BLOCK_BYTES = 1 << 25
 """What a comparison holds beside the two tables."""
 
@@ -22,8 +24,16 @@ def own_or_shared(own: np.ndarray | None, shared: jax.Array, dtype: DTypeLike) -
       `shared` itself, not a copy, unless `own`, in the dtype of `shared`, differs from it in a
       bit or in shape. Then `own`, in the drafter's `dtype` and on the same devices.
 
+    Raises:
+      ValueError: `own` is quantized.
+
     Source: vLLM v1/spec_decode/llm_base_proposer.py, _maybe_share_embeddings, _maybe_share_lm_head.
     """
+    if own is not None and not is_float(own):
+        raise ValueError(
+            f"the checkpoint's embedding or lm_head, {list(own.shape)}, has dtype {own.dtype}, "
+            "wanted floats. Take a checkpoint that is not quantized."
+        )
     if own is None or (own.shape == shared.shape and _same_bits(own, shared)):
         return shared
     return jax.device_put(own.astype(dtype), shared.sharding)

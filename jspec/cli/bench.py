@@ -74,8 +74,10 @@ def _run(arguments: argparse.Namespace) -> int:
     model = models.open_model(arguments.model, arguments.dtype, quiet=arguments.json)
     loaded = {m: Drafter(config, None) for m, config in configs.items()}
     for method, path in paths.items():
+        sampling = arguments.draft_sampling
+        options = {} if sampling is None else {"draft_sampling": sampling}
         loaded[method] = drafters.open_drafter(
-            path, model, method=method, num_drafts=arguments.num_drafts
+            path, model, method=method, num_drafts=arguments.num_drafts, **options
         )
     tokenizer = models.open_tokenizer(model)
     ids = prompts.encode(tokenizer, asked, raw=arguments.raw)

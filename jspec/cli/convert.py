@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   python -m jspec convert model.gguf saved
   python -m jspec convert path/to/head saved-head --target path/to/folder
   python -m jspec convert saved folder-again
+  python -m jspec convert saved-head head-again --target path/to/folder
   python -m jspec convert model.gguf folder --to hf
 """
 

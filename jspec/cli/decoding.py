@@ -26,6 +26,12 @@ def add_options(add: Callable[..., Any]) -> None:
         help="with --temperature: keep drafts that the target draws, too (match, the default: the "
         "tokens of plain decoding), or by chance (the same distribution)",
     )
+    add(
+        "--draft-sampling",
+        choices=("greedy", "probabilistic"),
+        help="with --temperature and --drafter: draft the best tokens (default), or draw them, of "
+        "which verification by chance keeps more",
+    )
     add("--adaptive", action="store_true", help="draft as much as pays, by measurement")
 
 
@@ -43,13 +49,18 @@ def check(arguments: argparse.Namespace, num_prompts: int) -> None:
             )
     given = [
         name
-        for name in (*_SAMPLING, "verification")
+        for name in (*_SAMPLING, "verification", "draft_sampling")
         if name != "temperature" and getattr(arguments, name) is not None
     ]
     if given and arguments.temperature is None:
         raise ValueError(
             f"--{given[0].replace('_', '-')} has no effect without --temperature: greedy decoding "
             "has nothing to choose from. Pass both, or leave it out."
+        )
+    if arguments.draft_sampling is not None and not arguments.drafter:
+        raise ValueError(
+            "--draft-sampling has no effect without --drafter: drafters without weights have no "
+            "distribution. Leave it out."
         )
     sampling_params("generate", num_prompts, **_sampling(arguments))
 

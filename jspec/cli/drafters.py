@@ -83,6 +83,8 @@ def from_disk(arguments: argparse.Namespace, target: Model) -> Drafter:
     options: dict[str, Any] = {}
     if arguments.tree is not None:
         options["tree"] = Tree(arguments.tree)
+    if arguments.draft_sampling is not None:
+        options["draft_sampling"] = arguments.draft_sampling
     return open_drafter(
         arguments.drafter,
         target,
@@ -111,7 +113,7 @@ def open_drafter(
     if num_drafts is not None or options:
         raise ValueError(
             f"{path} is a saved drafter, which keeps the options that it was saved with. Leave "
-            "--num-drafts and --tree out, or load what it was converted from."
+            "--num-drafts, --tree and --draft-sampling out, or load what it was converted from."
         )
     saved = restore(path, target)
     if isinstance(saved, Model):

@@ -107,8 +107,10 @@ def paged_view(
     index = scheduled.positions if scheduled.token_index is None else scheduled.token_index
     request, live = row_request(scheduled.query_start, index.shape[0])
     page = index // page_size
-    page_id = jnp.asarray(scheduled.block_table).at[request, page].get(
-        mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False
+    page_id = (
+        jnp.asarray(scheduled.block_table)
+        .at[request, page]
+        .get(mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False)
     )
     stored = live & (index >= 0) & (index < max_model_len) & (page_id >= 0)
     return PagedView(

@@ -127,7 +127,7 @@ def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Source: vLLM transformers_utils/configs/speculators/algos.py, update_eagle3.
     """
-    if "speculators_model_type" not in hf:
+    if hf.get("speculators_model_type") is None:
         return hf
     layer = hf.get("transformer_layer_config")
     if not isinstance(layer, Mapping):

@@ -103,13 +103,16 @@ class MTP(nnx.Module):
         Returns:
           (out, cache): what `logits` reads, and the next module as its hidden state.
         """
-        x = embed(self.embed[...], token_ids, embeds)
+        module = self.modules[str(index)]
+        # Embedding and hidden states are the target's, whose dtype may be another.
+        dtype = module.input_proj[...].dtype
+        x = embed(self.embed[...], token_ids, embeds).astype(dtype)
         rope = rope_table(self.config.rope, self.config.head_dim, view.rope_positions)
-        return self.modules[str(index)](x, hidden.astype(x.dtype), rope, view, cache, index)
+        return module(x, jnp.asarray(hidden).astype(dtype), rope, view, cache, index)
 
     def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Scores every token after rows of a module's output, in float32."""
-        return head_logits(out, self.head[...])
+        return head_logits(out.astype(self.head[...].dtype), self.head[...])
 
 
 def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:

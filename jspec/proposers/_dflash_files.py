@@ -64,7 +64,9 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     if config.get("speculators_model_type") is not None:
         return config["speculators_model_type"] == "dflash"
     named = architectures(config)
-    if any(name.startswith("DFlash") for name in named) or config.get("dflash_config"):
+    if any(name.startswith("DFlash") for name in named) or isinstance(
+        config.get("dflash_config"), Mapping
+    ):
         return True
     return {"fc.weight", "hidden_norm.weight"} <= {dflash.rename(name) for name in names}
 
@@ -75,7 +77,7 @@ def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
       ValueError: something that the format prescribes is missing.
     """
-    if "speculators_model_type" not in hf:
+    if hf.get("speculators_model_type") is None:
         return hf
     layer = hf.get("transformer_layer_config")
     ids = hf.get("aux_hidden_state_layer_ids")
@@ -144,6 +146,8 @@ def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -
                 f"dflash: {name} is {got}, the target's {wanted}. Load the drafter with the target "
                 "that it was trained for."
             )
+    draft_vocab_size = stated.get("draft_vocab_size", decoder.vocab_size)
+    check_at_least("dflash", 1, draft_vocab_size=draft_vocab_size)
     refine = None
     sizes = {key: _setting(hf, key) for key in _REFINE}
     if any(size is not None for size in sizes.values()):
@@ -160,7 +164,7 @@ def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -
         target_size=target_size,
         fuse=_switch(hf, "use_aux_hidden_state", True),
         sights=_sights(hf, decoder.num_layers),
-        draft_vocab_size=stated.get("draft_vocab_size", decoder.vocab_size),
+        draft_vocab_size=draft_vocab_size,
         refine=refine,
     )
 

@@ -137,7 +137,7 @@ _NAMES = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 def recognises(hf_config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a checkpoint is a whole language model and nothing else."""
     return (
-        "speculators_model_type" not in hf_config
+        hf_config.get("speculators_model_type") is None
         and {"model.embed_tokens.weight", "model.norm.weight"} <= set(names)
         and all(name.startswith(_NAMES) for name in names)
     )

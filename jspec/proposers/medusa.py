@@ -24,6 +24,7 @@ from jspec.models.medusa import TOKEN_MAP, HeadsConfig
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftingConfig
 from jspec.proposers.base import Drafter, Proposer, Reads
+from jspec.rope import check_above_0
 from jspec.state import Batch, Drafts, Params, pytree, static
 from jspec.tree import Tree
 
@@ -280,6 +281,8 @@ def _heads_config(
     if truncated is not None:
         check_at_least("medusa", 1, truncated_vocab_size=truncated)
     logit_scale = config.get("logit_scale")
+    logit_scale = 1.0 if logit_scale is None else logit_scale
+    check_above_0("medusa", logit_scale=logit_scale)
     V = target.config.vocab_size
     own_heads = any(name.startswith("lm_heads.") for name in names) or not any(
         name.startswith(("blocks.", "lm_head.")) for name in names
@@ -292,7 +295,7 @@ def _heads_config(
         bias=flag(config, "medusa_fc_bias") or any(name.endswith(".bias") for name in names),
         shared_head=flag(config, "original_lm_head") or not own_heads,
         draft_vocab_size=None if truncated in (None, V) else truncated,
-        logit_scale=1.0 if logit_scale is None else logit_scale,
+        logit_scale=float(logit_scale),
     )
 
 
@@ -333,7 +336,8 @@ def _token_map(
             f"the checkpoint has no {TOKEN_MAP!r} that says which tokens they are. Add it to the "
             "checkpoint: the target's id of each row, [truncated_vocab_size]."
         )
-    inside = ids.shape == (size,) and ids.min() >= 0 and ids.max() < model.vocab_size
+    inside = ids.shape == (size,) and np.issubdtype(ids.dtype, np.integer)
+    inside = inside and ids.min() >= 0 and ids.max() < model.vocab_size
     if not inside or len(np.unique(ids)) < size:
         raise ValueError(
             f"medusa: {TOKEN_MAP!r} is {ids.dtype}{list(ids.shape)}, wanted {size} different ids "
@@ -346,10 +350,15 @@ def _token_map(
 def _truncated(
     head: np.ndarray, ids: np.ndarray, rows: np.ndarray, *, vocab_size: int
 ) -> np.ndarray:
-    """Reads the rows of a head that the map names; a head of the whole vocabulary is cut."""
+    """Reads the rows of a head that the map names; a head of the whole vocabulary is cut.
+
+    One of another shape comes back as it is, to be refused by name.
+    """
+    if head.ndim != 2:
+        return head
     if len(head) == len(ids):
         return head[rows]
-    return head[ids] if len(head) == vocab_size else head  # a third size is refused by name
+    return head[ids] if len(head) == vocab_size else head
 
 
 def rules(config: MedusaConfig, names: Collection[str]) -> Rules:

@@ -70,7 +70,7 @@ def init(config: MTPConfig, params: Params, cache: CacheConfig, max_requests: in
         pages,
         max_requests=max_requests,
         hidden_size=model.hidden_size,
-        dtype=params["embed"].dtype,
+        dtype=params["modules"]["0"]["input_proj"].dtype,
     )
 
 

@@ -1,0 +1,103 @@
+"""Weights that a drafter is started with: what fits its config, and what is refused by name."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec import proposers
+from tests.counting import backend_compiles
+from tests.steps import Row, make_step
+
+pytestmark = pytest.mark.any_device
+
+CACHE = jspec.CacheConfig(num_pages=32, page_size=4, max_model_len=32, dtype="float32")
+WITH_WEIGHTS = [name for name, p in proposers.REGISTRY.items() if p.init_params]
+WITHOUT = [name for name, p in proposers.REGISTRY.items() if not p.init_params]
+READING = [name for name in WITH_WEIGHTS if name != "draft_model"] + ["extract_hidden_states"]
+TABLES = ("embed", "head")
+
+
+def weights(config, dtype="float32"):
+    init_params = proposers.of(config).init_params
+    return init_params and init_params(config, jax.random.key(0), dtype)
+
+
+def start(config, params, cache=CACHE):
+    return jspec.init(config, params, cache=cache, max_requests=2)
+
+
+def step(config):
+    return make_step(
+        [Row(slot=1, context=[5, 6, 7], kept=[9], start=0), Row(slot=0, context=[8], kept=[4])],
+        num_requests=2,
+        num_rows=6,
+        width=config.num_drafts + 1,
+        pages_per_request=CACHE.pages_per_request,
+        reads=proposers.of(config).reads(config),
+    )
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_weights_that_do_not_fit_the_config_are_refused_by_name(name):
+    config = proposers.find(name).Config.tiny()
+    params = weights(config)
+    first = min(params)
+
+    def refused(changed, error, words):
+        with pytest.raises(error, match="(?s)" + words):
+            start(config, changed)
+
+    refused(None, ValueError, f"`params` is None.*weights of {name}.*jspec.load")
+    refused([1, 2], TypeError, f"`params` is a list.*nested dict.*{name}.*jspec.load")
+    refused(start(config, params), TypeError, "`params` is a State.*jspec.load")
+    refused({**params, first: None}, TypeError, f"`params/{first}` is a NoneType.*jspec.load")
+    refused({}, ValueError, f"does not fit the config of {name}.*missing: {first}.*jspec.load")
+    refused({**params, "extra": np.ones(3)}, ValueError, r"unknown: extra \[3\]")
+    cut = jax.tree.map(lambda leaf: leaf[1:], params)
+    refused(cut, ValueError, rf"wrong shape: {first}\S* \[.*\], wanted \[.*jspec.load")
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    refused(wide, TypeError, "has dtype float64, wanted .*Convert it")
+    assert start(config, jax.tree.map(np.asarray, params)).params.keys() == params.keys()
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_weights_of_a_drafter_without_any_are_refused(name):
+    config = proposers.find(name).Config.tiny()
+    with pytest.raises(ValueError, match=f"{name} has no weights. Leave params out"):
+        start(config, {"embed": np.ones(3, np.float32)})
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_tables_of_the_target_may_have_another_dtype_than_the_weights(name):
+    config = proposers.find(name).Config.tiny()
+    exact = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), weights(config))
+    scheduled, verified = step(config)
+    _, wanted = jspec.step(start(config, exact), scheduled, verified)
+    if name == "draft_model":  # shares no table
+        return
+    mixed = {k: x.astype(jnp.bfloat16) if k in TABLES else x for k, x in exact.items()}
+    _, got = jspec.step(start(config, mixed), scheduled, verified)
+    np.testing.assert_array_equal(got.num_drafts, wanted.num_drafts)
+    assert np.asarray(got.tokens).max() < config.vocab_size
+
+
+@pytest.mark.parametrize("name", READING)
+def test_a_bucket_names_the_dtype_of_the_targets_hidden_states(name):
+    config = proposers.find(name).Config.tiny()
+    state = start(config, weights(config))
+    buckets = jspec.Buckets(requests=(2,), tokens=(6,), hidden_dtype="bfloat16")
+    jspec.warmup(state, buckets)
+    scheduled, verified = step(config)
+    scheduled = dataclasses.replace(scheduled, hidden=scheduled.hidden.astype(jnp.bfloat16))
+    with backend_compiles() as compiled:
+        jspec.step(state, scheduled, verified)
+    assert not compiled
+
+
+def test_a_hidden_dtype_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="Buckets: `dtype` is 'int8'.*Pass"):
+        jspec.Buckets(requests=(2,), tokens=(6,), hidden_dtype="int8")
