@@ -111,7 +111,6 @@ class Buckets:
                 f"Buckets: `tokens` ends at {self.tokens[-1]}, below the {self.requests[-1]} "
                 "requests that a step may have, which run a token each. Add a larger size."
             )
-
         if self.axes not in (1, 3):
             raise ValueError(f"Buckets: `axes` is {self.axes!r}, wanted 1, or 3 for M-RoPE.")
         if self.hidden_dtype is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jspec.adaptive import BatchSizeSchedule
 from jspec.checkpoint import Model
@@ -101,13 +102,20 @@ def run(
     """
     sizes = {"max_tokens": max_tokens, "cache": cache}
     if config is None and max_requests == 1:
-        generate_plain(model, [[0, 0]], max_tokens=2, cache=cache, stop_ids=())
+        first: dict[str, Any] = {name: _of_first(value) for name, value in options.items()}
+        first["stop_ids"] = ()
+        generate_plain(model, [[0, 0]], max_tokens=2, cache=cache, **first)
         return generate_plain(model, prompts, on_tokens=on_tokens, **sizes, **options)
     if config is None:
         config, options["drafting"] = _NEVER
     engine = Engine(model, prompts, config, params, max_requests=max_requests, **sizes, **options)
     engine.warmup()
     return engine.run(on_tokens)
+
+
+def _of_first(option: Any) -> Any:
+    """Returns an option of all prompts as one prompt takes it: sampling has shapes of its own."""
+    return option if option is None or np.ndim(option) == 0 else option[:1]
 
 
 _NEVER = NgramConfig(num_drafts=1), BatchSizeSchedule([(1, 1, 0)])

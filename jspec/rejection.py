@@ -124,7 +124,7 @@ def synthetic(
     Source: vLLM v1/sample/rejection_sampler.py, synthetic mode.
     """
     step = _read("synthetic", logits, drafts, num_drafts, temperature, uniform, probs)
-    kept = _Kept.prefix(step.is_token & (uniform < jnp.asarray(rates, jnp.float32)[None]))
+    kept = _Kept.prefix(step.is_token & (uniform <= jnp.asarray(rates, jnp.float32)[None]))
     return _emit(step, kept, exponential, bonus)
 
 

@@ -107,7 +107,7 @@ def read_records(path: str | PathLike) -> Iterator[Record]:
       OSError: the file cannot be read.
       ValueError: a line is no such object; the message has its number.
     """
-    with open(path, encoding="utf-8", errors="replace") as lines:
+    with open(path, encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _parse(line, f"{path}, line {number}")

@@ -78,12 +78,18 @@ def sampling_params(
         return None
 
     def read(name: str, value: Any, dtype: type, least: float, most: float) -> np.ndarray:
-        array = np.asarray(value)
-        kind = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
-        if array.ndim > 1 or array.dtype.kind not in kind:
+        is_int = np.issubdtype(dtype, np.integer)
+        kind, wanted, form = ("iu", "an int", "d") if is_int else ("iuf", "a number", "g")
+        try:
+            array = np.asarray(value)
+        except ValueError:  # lists of unequal lengths
+            array = np.asarray(value, object)
+        # Ints beyond int64 are objects, and an empty list is of floats.
+        fits = array.dtype.kind in kind or all(type(number) is int for number in array.flat)
+        if array.ndim > 1 or not fits:
             raise ValueError(
-                f"{owner}: `{name}` is {value!r}, wanted {'an int' if kind == 'iu' else 'a number'}"
-                " for all prompts, or a list of one for each."
+                f"{owner}: `{name}` is {value!r}, wanted {wanted} for all prompts, or "
+                "a list of one for each."
             )
         if array.ndim and len(array) != num_prompts:
             raise ValueError(
@@ -94,8 +100,8 @@ def sampling_params(
         bad = numbers[~((numbers >= least) & (numbers <= most))]
         if bad.size:
             raise ValueError(
-                f"{owner}: `{name}` is {bad[0]}, wanted a number from {least:g} to {most:g}. "
-                f"{_HINTS[name]}"
+                f"{owner}: `{name}` is {bad[0]}, wanted {wanted} from {least:{form}} to "
+                f"{most:{form}}. {_HINTS[name]}"
             )
         return np.broadcast_to(array.astype(dtype), num_prompts)
 

@@ -109,12 +109,7 @@ def restore(path: str | PathLike[str], target: Model | None = None) -> Model | D
             f"{path} is no folder of jspec.save: it has no jspec.json. Pass a saved folder; a "
             "Hugging Face folder goes to jspec.load."
         )
-    description = read_json(path / "jspec.json")
-    if description.get("format") != _FORMAT:
-        raise ValueError(
-            f"{path} has format {description.get('format')!r}, wanted {_FORMAT}. Restore it with "
-            "the jspec that saved it."
-        )
+    description = read_description(path)
     config = config_from_json(description["config"])
     shapes = orbax.read_shapes(path / "params") if (path / "params").is_dir() else {}
     shared = _reattach(path, description.get("shared", {}), target)
@@ -126,6 +121,23 @@ def restore(path: str | PathLike[str], target: Model | None = None) -> Model | D
         fields = description["model"]
         return Model(config, params, **fields | {"stop_ids": tuple(fields["stop_ids"])})
     return Drafter(config, params)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Reads the jspec.json of a saved folder.
+
+    Raises:
+      ValueError: it is of another format, or holds no config.
+    """
+    description = read_json(path / "jspec.json")
+    if description.get("format") != _FORMAT:
+        raise ValueError(
+            f"{path} has format {description.get('format')!r}, wanted {_FORMAT}. Restore it with "
+            "the jspec that saved it."
+        )
+    if not isinstance(description.get("config"), dict):
+        raise ValueError(f"{path}: jspec.json has no config. Save the model or drafter again.")
+    return description
 
 
 _MODEL_FIELDS = ("tokenizer_json", "chat_template", "stop_ids")

@@ -22,6 +22,8 @@ jax.config.update(
     os.environ.get("JSPEC_TEST_CACHE", str(Path(__file__).parent.parent / ".cache" / "jax")),
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+# Most of the time goes into compiling. The newest JAX compiles in full (see .ci/test-newest).
+jax.config.update("jax_disable_most_optimizations", "JSPEC_TEST_QUICK" in os.environ)
 
 settings.register_profile("jspec", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("jspec")

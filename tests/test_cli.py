@@ -200,10 +200,26 @@ def test_a_reader_that_leaves_ends_it_quietly(folder, capfd, monkeypatch, words)
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("output", ["nowhere/demo.png", "demo.txt"])
-def test_the_demo_refuses_a_picture_that_it_could_not_write(capfd, output):
+def test_closed_output_is_no_error(folder, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)  # what Python makes of `>&-`
+    assert generate("--model", folder, "--prompt", "abc", "--max-tokens", 4) == 0
+    sys.stdout.close()
+
+
+@pytest.mark.parametrize("output", ["nowhere/demo.png", "demo.txt", "folder.png"])
+def test_the_demo_refuses_a_picture_that_it_could_not_write(capfd, output, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
     assert cli.main(["demo", "--output", output]) == 1
     assert "in a folder that exists" in capfd.readouterr().err
+
+
+def test_the_demo_checks_its_options_before_it_fetches(capfd, monkeypatch):
+    from jspec.demo import run
+
+    monkeypatch.setattr(run, "fetch_smollm2", None)
+    assert cli.main(["demo", "--max-tokens", "0"]) == 1
+    assert "max_tokens=1 or more" in capfd.readouterr().err
 
 
 def test_the_demo_marks_accepted_drafts_alone():

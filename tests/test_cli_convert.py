@@ -1,7 +1,10 @@
 """`convert` changes the form of a model and nothing else."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import ml_dtypes
@@ -12,6 +15,7 @@ import safetensors.numpy
 import jspec
 from jspec import cli
 from jspec.checkpoint.export import disassemble, write_folder
+from jspec.cli import convert as module
 from jspec.config import ModelConfig
 from jspec.models import llama
 from jspec.rope import RopeConfig
@@ -174,6 +178,34 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_write_safetensors", full)
     with pytest.raises(OSError, match="no space"):
         write_folder(tmp_path / "new", config.to_hf(), params, llama.rules(config), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["hf", "orbax"])
+def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(form, tmp_path):
+    words = [sys.executable, "-m", "jspec", "convert", MODELS / "target_llama", tmp_path / "new"]
+    ended = subprocess.run(
+        ["bash", "-c", 'ulimit -f 4; exec "$@"', "-", *map(str, words), "--to", form],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JSPEC_CACHE": os.devnull},
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    lines = ended.stderr.splitlines()  # what Orbax' threads print first is theirs
+    assert form == "orbax" or len(lines) == 1, ended.stderr
+    assert re.search("^jspec: .*new.* was not written .*File too large.*Free some space", lines[-1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drafter_whose_origin_cannot_be_written_leaves_nothing(tmp_path, capfd, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(module.json, "dumps", lambda *args, **kwargs: full())
+    monkeypatch.setattr(module, "save", lambda folder, *args, **kwargs: folder.mkdir())
+    words = ["--target", MODELS / "target_llama"]
+    assert convert(MODELS / "eagle3_llama", tmp_path / "new", *words) == 1
+    assert "no space left" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -134,6 +134,22 @@ def test_nothing_but_two_tables_of_the_target_is_loaded(capfd, monkeypatch):
     assert len(jax.tree.leaves(seen[0].params)) > 2
 
 
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("{}", "format None, wanted 1. Restore it"),
+        ('{"format": 1}', "no config. Save the model or drafter again"),
+        ('{"format": 1, "config": {}}', "config class None is unknown"),
+    ],
+)
+def test_a_saved_folder_without_a_config_says_so(text, message, tmp_path, capfd):
+    (tmp_path / "jspec.json").write_text(text)
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert message in capfd.readouterr().err
+    with pytest.raises(ValueError, match=message):
+        jspec.restore(tmp_path)
+
+
 def _nothing():
     from jspec.cli.inspection import Memory
 

@@ -33,6 +33,25 @@ def test_texts_come_first_and_then_the_files_in_their_order(tmp_path):
     assert found == ["zero", "def add(a, b):\n    return", "two", CHAT]
 
 
+def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_a_prompt(tmp_path, monkeypatch):
+    (tmp_path / "one.txt").write_bytes(b"\xef\xbb\xbftext\r\n")
+    (tmp_path / "two.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffpiped\n"))
+    assert read(tmp_path / "one.txt", tmp_path / "two.jsonl", "-") == ["text", "a", "b", "piped"]
+
+
+def test_half_a_surrogate_pair_is_named(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "fine"}\n{"prompt": "a\\ud800"}\n')
+    with pytest.raises(ValueError, match="line 2 has .* at character 1.*both halves"):
+        read(tmp_path / "p.jsonl")
+    chat = {"messages": [{"role": "user", "content": "\ud800"}]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(chat))
+    with pytest.raises(ValueError, match="line 1 has"):
+        read(tmp_path / "p.jsonl")
+    with pytest.raises(ValueError, match="--prompt has .* at character 0.*Write it as UTF-8"):
+        read(texts=["\udcff"])  # as Python reads bytes of an argument that are no UTF-8
+
+
 def test_a_dash_is_standard_input(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
     assert read("-") == ["from a pipe"]

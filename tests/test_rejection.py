@@ -318,6 +318,21 @@ def test_synthetic_rates_are_conditional(wanted, given):
     np.testing.assert_allclose(rates, wanted, atol=1e-7)
 
 
+@pytest.mark.parametrize("rate", [0, 1])
+def test_synthetic_rates_of_none_and_all_hold_for_every_random_number(rate):
+    uniform = jnp.array([[2.0**-24], [0.5], [1.0]], jnp.float32)
+    _, accepted = run_synthetic(
+        jnp.zeros((3, 2, 4)),
+        jnp.ones((3, 1), jnp.int32),
+        jnp.ones(3, jnp.int32),
+        rates=jnp.array([rate], jnp.float32),
+        temperature=jnp.ones(3),
+        uniform=uniform,
+        exponential=jnp.ones((3, 1, 4)),
+    )
+    assert accepted.tolist() == [rate] * 3
+
+
 def test_synthetic_acceptance_has_the_wanted_length(rng):
     B, K, V = 40_000, 3, 4
     verified, accepted = run_synthetic(

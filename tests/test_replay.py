@@ -248,6 +248,12 @@ def test_what_cannot_be_read_twice_is_refused_by_name(path, capfd):
     assert f"{path} is no file" in capfd.readouterr().err
 
 
+def test_a_byte_order_mark_is_no_part_of_a_record(tmp_path):
+    file = tmp_path / "records.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": [1], "output": [2]}\r\n')
+    assert list(replay.read_records(file)) == [replay.Record([1], [2])]
+
+
 def test_a_file_that_is_no_text_is_refused_at_its_first_line(tmp_path):
     (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
     with pytest.raises(ValueError, match="line 1: no JSON"):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jspec
+from jspec import measure
 from jspec.adaptive import BatchSizeSchedule
 from jspec.checkpoint import Model
 from jspec.config import ModelConfig
@@ -247,6 +248,9 @@ TREE = jspec.Tree([(0,), (1,)])
         ({"temperature": "hot"}, "wanted a number"),
         ({"temperature": [0.5, 0.7]}, "2 entries.*5 prompts.*single number"),
         ({"temperature": 1.0, "seed": 2**31}, "lowest 32 bits"),
+        ({"temperature": 1.0, "seed": 2**31}, "from -2147483648 to 2147483647"),
+        ({"temperature": 1.0, "seed": 2**64}, "is 18446744073709551616.*lowest 32 bits"),
+        ({"temperature": [[1.0], [1.0, 2.0]]}, "a list of one for each"),
         ({"temperature": 1.0, "seed": 0.5}, "wanted an int"),
         ({"temperature": 1.0, "top_k": -2}, "0 and -1 keep every token"),
         ({"temperature": 1.0, "top_p": 0.0}, "pass top_k=1"),
@@ -260,6 +264,33 @@ def test_numbers_out_of_range_are_named_before_anything_compiles(numbers, word):
     with backend_compiles() as compiled, pytest.raises(ValueError, match=word):
         jspec.generate(model, PROMPTS, *drafter, **OPTIONS, **numbers)
     assert not compiled
+
+
+@pytest.mark.parametrize("min_p,num_pages", [(0.01, 5), ([0.01] * len(PROMPTS), 6)])
+def test_timed_plain_decoding_compiles_before_its_first_token(min_p, num_pages):
+    model, _ = pair("draft_model", 3)
+    cache = jspec.CacheConfig(num_pages=num_pages, max_model_len=80, dtype="float32")
+    at_first = []
+    with backend_compiles() as compiled:
+        measure.run(
+            model,
+            PROMPTS,
+            max_tokens=3,
+            cache=cache,
+            temperature=1.0,
+            min_p=min_p,
+            on_tokens=lambda *args: at_first.append(len(compiled)),
+        )
+    assert at_first[0] == len(compiled)
+
+
+@pytest.mark.parametrize("num_prompts", [0, 1])
+def test_lists_of_numbers_are_as_long_as_that_of_the_prompts(num_prompts):
+    model, drafter = pair("draft_model", 3)
+    each = {"temperature": [0.7] * num_prompts, "seed": [1] * num_prompts}
+    each |= {"top_k": [2] * num_prompts, "min_p": [0.1] * num_prompts}
+    report = jspec.generate(model, PROMPTS[:num_prompts], *drafter, **OPTIONS, **each)
+    assert len(report.generations) == num_prompts
 
 
 def test_a_drafter_that_samples_asks_for_a_temperature_before_anything_compiles():

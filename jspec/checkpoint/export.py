@@ -63,7 +63,8 @@ def write_folder(
       optional: keys of leaves that no rule needs to name.
 
     Raises:
-      FileExistsError: something is at `folder`. ValueError: as `disassemble`.
+      FileExistsError: something is at `folder`. OSError: the disk does not take it. ValueError:
+        as `disassemble`.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists. Remove it, or write to another path.")
@@ -77,8 +78,12 @@ def write_folder(
             (partial / name).write_text(text, "utf-8")
         _write_safetensors(partial / "model.safetensors", tensors)
         os.rename(partial, folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(
+                f"{folder} was not written ({error}). Free some space, or write to another path."
+            ) from error
         raise
 
 

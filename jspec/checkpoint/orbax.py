@@ -1,5 +1,6 @@
 """Nested dicts of arrays on disk, in Orbax' format: sharded or not, on any number of devices."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,22 @@ def write(folder: Path, params: Params) -> None:
     Args:
       folder: absolute path that does not exist.
       params: nested dict of JAX arrays, all of them addressable by this process.
+
+    Raises:
+      OSError: the disk does not take them.
     """
-    with _checkpointer() as checkpointer:
-        checkpointer.save(folder, params)
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # each thread of Orbax would print the error, with a traceback
+    try:
+        with _checkpointer() as checkpointer:
+            checkpointer.save(folder, params)
+    except ValueError as error:  # of TensorStore, whatever the system said
+        raise OSError(
+            f"{folder} was not written ({error}). Free some space, or write to another path."
+        ) from error
+    finally:
+        log.setLevel(level)
 
 
 def read_shapes(folder: Path) -> Params:

@@ -11,6 +11,7 @@ from typing import NoReturn
 import jax
 
 from jspec.cli import bench, bench_drafts, convert, generate, inspection
+from jspec.config import check_at_least
 from jspec.demo.assets import cache_folder
 
 _INTERRUPTED = 130  # as a shell counts Ctrl-C
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       counts signals, 130 after Ctrl-C and 141 where the reader of a pipe has left. argparse itself
       exits with 2 where the words do not parse.
     """
+    if sys.stdout is None:  # Python found it closed
+        sys.stdout = open(os.devnull, "w")
     arguments = _parser().parse_args(argv)
     _keep_compiled(cache_folder() / "compiled")
     try:
@@ -90,4 +93,5 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     output = Path(arguments.output)
     bench.check_picture("--output", output)
+    check_at_least("demo", 1, max_tokens=arguments.max_tokens)
     return run(max_tokens=arguments.max_tokens, output=output)

@@ -1,7 +1,9 @@
 """`python -m jspec bench`: the same prompts with every drafter, in one table."""
 
 import argparse
+import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +106,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def check_picture(option: str, output: Path) -> None:
-    """Raises ValueError for a picture that could not be written."""
-    if not output.parent.is_dir() or output.suffix not in (".png", ".pdf", ".svg"):
+    """Raises ValueError or ImportError for a picture that could not be written."""
+    fits = output.suffix in (".png", ".pdf", ".svg") and not output.is_dir()
+    if not fits or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         raise ValueError(
             f"{option} is {output}, wanted a file that ends in .png, .pdf or .svg in a folder that "
-            "exists."
+            "exists and can be written. Pass another one."
         )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(f"{option} needs matplotlib. Run: pip install 'jspec-decode[demo]'")
 
 
 def _paths(words: list[str]) -> dict[str, str]:
@@ -220,13 +225,9 @@ def _markdown(rows: list[dict[str, Any]]) -> list[str]:
 
 def _draw(rows: list[dict[str, Any]], output: Path, *, title: str) -> None:
     """Draws acceptance by position and tokens a second."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "--picture needs matplotlib. Run: pip install 'jspec-decode[demo]'"
-        ) from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if (arguments.to or ("hf" if is_saved else "orbax")) == "orbax":
         save(destination, found, target=target)
         if origin is not None:
-            (destination / _ORIGIN).write_text(json.dumps(origin._asdict(), indent=1), "utf-8")
+            _write_origin(destination, origin)
     elif isinstance(found, Model):
         _write_model(destination, found)
     else:
@@ -114,6 +115,14 @@ def _origin(source: Path) -> _Origin | None:
         return _Origin(**read_json(file)) if file.is_file() else None
     opened = checkpoint.read(source)
     return _Origin(opened.config, opened.names)
+
+
+def _write_origin(folder: Path, origin: _Origin) -> None:
+    try:
+        (folder / _ORIGIN).write_text(json.dumps(origin._asdict(), indent=1), "utf-8")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # whole or not at all
+        raise
 
 
 def _write_model(folder: Path, model: Model) -> None:

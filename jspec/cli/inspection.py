@@ -13,10 +13,10 @@ from jspec import checkpoint, proposers
 from jspec.cache import KVCache, init_cache
 from jspec.checkpoint import Model, orbax
 from jspec.cli import drafters, models
-from jspec.config import CacheConfig, ModelConfig, read_json
+from jspec.config import CacheConfig, ModelConfig
 from jspec.models import llama
 from jspec.proposers.base import Drafter
-from jspec.saving import config_from_json, restore
+from jspec.saving import config_from_json, read_description, restore
 from jspec.state import Params
 
 EXAMPLES = """examples:
@@ -139,7 +139,7 @@ def drafter_memory(
 def _look(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, Params]:
     """Describes a path without a target; config and shapes where it is one itself."""
     if models.is_saved(path):
-        config = config_from_json(read_json(path / "jspec.json")["config"])
+        config = config_from_json(read_description(path)["config"])
         if isinstance(config, ModelConfig):
             return _target(config, []), config, orbax.read_shapes(path / "params")
         name = proposers.of(config).name

@@ -12,6 +12,9 @@ from jspec.checkpoint.tokenizer import Tokenizer
 Prompt: TypeAlias = str | list[dict[str, str]]
 """A text, or the messages of a conversation."""
 
+_KEYS = ("role", "content")
+"""What a message has."""
+
 
 def add_options(add: Callable[..., Any]) -> None:
     """Adds the options of prompts to a command."""
@@ -32,7 +35,7 @@ def read(arguments: argparse.Namespace) -> list[Prompt]:
       ValueError: there is none, a line is no prompt, or a file is no text. OSError: a file cannot
         be read.
     """
-    prompts: list[Prompt] = list(arguments.prompt or ())
+    prompts: list[Prompt] = [_checked(text, "--prompt") for text in arguments.prompt or ()]
     for name in arguments.prompt_file or ():
         prompts += read_file(name)
     if not prompts:
@@ -49,10 +52,11 @@ def read_file(name: str) -> list[Prompt]:
         raise ValueError(f"{name} is no file. Pass a text file, or a .jsonl file of prompts.")
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+        text = text.removeprefix("\ufeff")  # some editors begin UTF-8 files with it
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is no UTF-8 text ({error}). Save it as UTF-8.") from error
     if not name.endswith(".jsonl"):
-        return [text.removesuffix("\n")]
+        return [_checked(text.removesuffix("\n"), name)]
     lines = enumerate(text.split("\n"), start=1)
     prompts = [_parse(line, f"{name}, line {number}") for number, line in lines if line.strip()]
     if not prompts:
@@ -84,17 +88,29 @@ def _parse(line: str, place: str) -> Prompt:
         raise ValueError(f"{place} is not JSON ({error}). Write one object a line.") from error
     prompt = record.get("prompt", record.get("messages")) if isinstance(record, dict) else None
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_chat(prompt)):
-        return prompt
+        return _checked(prompt, place)
     raise ValueError(
         f'{place} is {line.strip()[:60]!r}, wanted {{"prompt": "text"}} or {{"messages": '
         '[{"role": "user", "content": "text"}]}. Correct the line.'
     )
 
 
+def _checked(prompt: Prompt, place: str) -> Prompt:
+    """Returns a prompt, or raises ValueError for half a surrogate pair: no tokenizer takes it."""
+    parts = [prompt] if isinstance(prompt, str) else [m[k] for m in prompt for k in _KEYS]
+    for text in parts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{place} has {text[error.start]!r} at character {error.start}, wanted Unicode "
+                "text. Write it as UTF-8, and both halves of a \\u pair."
+            ) from error
+    return prompt
+
+
 def _is_chat(messages: list[Any]) -> bool:
     return all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in _KEYS)
         for message in messages
     )
