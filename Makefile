@@ -4,14 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEWEST_VENV := .venv-newest
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-all lint bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m jspec demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2
+	JSPEC_TEST_QUICK=1 $(BIN)/python -m pytest -n 2 -m 'not gpu and not slow'
 	@PYTHON="$(BIN)/python" VENV="$(NEWEST_VENV)" .ci/test-newest
+
+# With the slow repetitions, compiled as users compile.
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -22,6 +22,8 @@ PAD_TOKEN = -1
 PAD_SLOT = -1
 """No KV slot: a write to it is dropped. Also "no request" in `request_slot`."""
 
+INT32_MAX = 2**31 - 1
+
 Impl: TypeAlias = Literal["auto", "xla", "pallas", "interpret"]
 """Which implementation of an op runs; the same integers come out of all of them."""
 

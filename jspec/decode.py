@@ -286,6 +286,7 @@ class Engine:
             requests=(scheduler.max_requests,),
             tokens=tuple(sorted({num_rows for num_rows, _ in scheduler.shapes})),
             num_drafts=tuple(level for level in levels if level < most),
+            hidden_dtype=self.model.params["embed"].dtype.name,
         )
         api.warmup(self.state, buckets)
         for num_rows, width in scheduler.shapes:

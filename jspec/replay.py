@@ -16,9 +16,8 @@ import jax
 import numpy as np
 
 from jspec import api
-from jspec.axes import PAD_TOKEN
+from jspec.axes import INT32_MAX, PAD_TOKEN
 from jspec.config import Buckets, CacheConfig, check_at_least
-from jspec.metadata import INT32_MAX
 from jspec.proposers import REGISTRY
 from jspec.scheduling import Rows, pack
 from jspec.state import State, Verified

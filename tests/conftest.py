@@ -1,6 +1,7 @@
 """Strict settings for every test: no silent promotion, checked shapes, a warning is an error."""
 
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -22,7 +23,7 @@ jax.config.update(
     os.environ.get("JSPEC_TEST_CACHE", str(Path(__file__).parent.parent / ".cache" / "jax")),
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-# Most of the time goes into compiling. The newest JAX compiles in full (see .ci/test-newest).
+# Most of the time goes into compiling for the CPU; `make test-all` compiles in full.
 jax.config.update("jax_disable_most_optimizations", "JSPEC_TEST_QUICK" in os.environ)
 
 settings.register_profile("jspec", derandomize=True, deadline=None, max_examples=30)
@@ -31,12 +32,46 @@ settings.load_profile("jspec")
 GOLDEN = Path(__file__).parent / "golden"
 
 
+# Further cases of what a quicker test shows already: `make test-all` runs them, too.
+_SLOW = re.compile(
+    r"""
+    test_contract\.py .* (sampled|parallel) \]
+    | test_tree_contract\.py
+    | test_peagle\.py::test_the_contract
+    | test_lossless\.py::test_greedy .* \[ ([12]- | .*-[12]\])
+    | test_lossless\.py::test_neighbours .* \[ (?!eagle3|mtp)
+    | test_lossless\.py::test_a_draft_model .* \[ [128] \]
+    | test_sampled_decode\.py::test_ (neighbours | a_drafter_that_is | texts | timed)
+    | test_sampled_decode\.py::test_matched .* \[ (ngram|draft_model) \]
+    | test_tree_decode\.py::test_ (each_step | a_chain .* \[eagle3 | greedy .* \[(eagle3|medusa))
+    | test_adaptive_decode\.py::test_random .* \[ (ngram_gpu|suffix|tree) \]
+    | test_adaptive_decode\.py::test_a_loop_measures .* \[ (eagle|tree) \]
+    | test_chi_square\.py::test_texts .* 0\.7
+    | test_transcripts\.py .* tokens
+    | test_orbax\.py::test_every_recorded .* \[ (?!eagle3_llama\])
+    | test_cli_convert\.py::test_a_recorded_ (model|drafter) .* \[ (?!target_qwen3\]|eagle3_llama-)
+    | test_mtp_in_turn\.py::test_modules .* \[ (1-3|3-8) \]
+    """,
+    re.VERBOSE,
+)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    if jax.default_backend() == "gpu":
-        for item in items:
-            if item.get_closest_marker("any_device"):
-                item.add_marker(pytest.mark.gpu)
+    for item in items:
+        if _SLOW.search(item.nodeid):
+            item.add_marker(pytest.mark.slow)
+        if jax.default_backend() == "gpu" and item.get_closest_marker("any_device"):
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For tests of whole loops, where compiling takes longest."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.test_lossless import (
 from tests.test_tree_decode import UNEVEN, tree_pair
 from tests.transcripts import Recorder
 
-pytestmark = pytest.mark.any_device
+pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("quick_compilation")]
 
 K = 4
 LEVELS = (0, 1, 4)
@@ -51,14 +51,6 @@ class AtRandom(ByBatchSize):
         caps = {slot: int(self.rng.integers(0, count + 1)) for slot, count in offers.items()}
         self.caps += caps.values()
         return caps
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is what takes long here."""
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

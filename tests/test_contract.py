@@ -385,9 +385,27 @@ def test_a_warmed_bucket_never_compiles_again(name):
 
 
 @pytest.mark.parametrize("name", DEVICE)
+def test_what_verification_alone_reads_is_no_other_step(name):
+    state = fresh(name)
+    reads = proposers.of(state.config).reads(state.config)
+    scheduled, verified = layout(state, fitted(state, ROWS))
+    state, wanted = jspec.step(state, scheduled, verified)
+    more = {"top_k": np.ones(B, np.int32), "top_p": np.ones(B, np.float32)}
+    if not reads.sampling:
+        more |= {"temperature": np.ones(B, np.float32), "seed": np.ones(B, np.int32)}
+    if not reads.hidden_layers:
+        more["hidden"] = np.ones((T, 8), np.float32)
+    scheduled = dataclasses.replace(scheduled, **more)
+    with backend_compiles() as compiled:
+        _, drafts = jspec.step(fresh(name), scheduled, verified)
+    assert not compiled
+    assert_same(jax.tree.map(np.asarray, drafts), jax.tree.map(np.asarray, wanted))
+
+
+@pytest.mark.parametrize("name", DEVICE)
 def test_only_memory_is_donated_and_it_is_rewritten_in_place(name):
     state = fresh(name)
-    args = api._commit(layout(state, fitted(state, ROWS)), jax.devices()[0])
+    args = api.commit(layout(state, fitted(state, ROWS)), jax.devices()[0])
     compiled = api._step.lower(
         state.config, state.params, state.memory, *args, num_drafts=state.config.num_drafts
     ).compile()

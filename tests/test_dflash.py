@@ -93,7 +93,7 @@ def fresh(config, params, *, max_requests=4, max_model_len=PAGES * PAGE_SIZE, po
     state = jspec.init(config, params, cache=cache, max_requests=max_requests)
     if poisoned:
         memory = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.memory)
-        memory = api._commit(memory, api.device_of(state.memory))
+        memory = api.commit(memory, api.device_of(state.memory))
         state = dataclasses.replace(state, memory=memory)
     return state
 

@@ -12,6 +12,7 @@ LEVELS = (
     ("cache", "metadata", "rejection", "sampling", "verify", "metrics", "suffix", "earnings"),
     ("models", "checkpoint"),
     ("proposers",),
+    ("_boundary",),
     ("api", "loading", "saving", "adaptive"),
     ("sampling_params", "scheduling", "target"),
     ("decode",),

@@ -22,7 +22,7 @@ from jspec.proposers.draft_model import DraftModelConfig
 from tests.counting import backend_compiles
 from tests.transcripts import Recorder
 
-pytestmark = pytest.mark.any_device
+pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("quick_compilation")]
 
 NAMES = [p.name for p in proposers.REGISTRY.values() if p.kind == "device" and not p.model_free]
 MOST_DRAFTS = {"extract_hidden_states": 1, "medusa": 3}  # what their tiny configs allow
@@ -37,14 +37,6 @@ OPTIONS = {
     **{"max_tokens": NUM_TOKENS, "cache": CACHE, "stop_ids": ()},
     **{"max_requests": 3, "chunk_size": 6},  # less than the drafts of three, so two shapes a K
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is what takes long here."""
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache

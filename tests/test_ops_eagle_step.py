@@ -53,6 +53,13 @@ def test_slot_0_is_a_slot_like_any_other(road):
 
 
 @pytest.mark.parametrize("road", ROADS)
+def test_a_page_id_whose_slots_would_wrap_around_has_none(road):
+    table = [[3, 2**30], [2**31 - 1, 9], [2**27, 2**27 - 1]]
+    got = run(eagle_step, road, [15, 3, 15], table, [16, 4, 16], page_size=16, max_model_len=40)
+    assert_same(got, ([16, 4, 16], [PAD_SLOT, PAD_SLOT, PAD_SLOT], [17, 5, 17]))
+
+
+@pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("B,M,num_rows", [(1, 1, 1), (5, 2, 8), (130, 7, 200)])
 def test_any_size_matches_the_loop(road, B, M, num_rows, rng):
     args = draw(rng, B, M)

@@ -19,7 +19,7 @@ from jspec.target import DraftProbs
 from tests.counting import backend_compiles
 from tests.test_lossless import OPTIONS, PROMPTS, pair, plain, target
 
-pytestmark = pytest.mark.any_device
+pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("quick_compilation")]
 
 BY_CHANCE = ("rejection", "block")
 MIXED = {  # per prompt; the second is greedy
@@ -30,14 +30,6 @@ MIXED = {  # per prompt; the second is greedy
     "min_p": [0.0, 0.1, 0.0, 0.05, 0.0],
 }
 PLAIN = {key: OPTIONS[key] for key in ("max_tokens", "cache", "stop_ids")}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is what takes long here."""
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def sampled_pair(name="draft_model"):

@@ -20,18 +20,10 @@ from tests.heads import NUM_PROMPTS, PAGE_SIZE, PAGES, checkpoint, recorded, rec
 from tests.heads import target as recorded_target
 from tests.test_lossless import CACHE, OPTIONS, PROMPTS, pair, plain, record
 
-pytestmark = pytest.mark.any_device
+pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("quick_compilation")]
 
 UNEVEN = Tree([(0,), (1,), (3,), (0, 0), (0, 1), (1, 0), (0, 1, 0)])
 DYNAMIC = DynamicTree(top_k=3, depth=3, num_nodes=8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is what takes long here."""
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def tree_pair(name, tree):

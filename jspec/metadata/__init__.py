@@ -22,7 +22,6 @@ from jspec.metadata.first_pass import (
 from jspec.metadata.first_token import first_token
 from jspec.metadata.numbers import next_power_of_2, unconditional_to_conditional_rates
 from jspec.metadata.prepare import (
-    INT32_MAX,
     check_prompt,
     check_scheduled,
     check_verified,
@@ -37,7 +36,6 @@ PADDING_SLOT_ID = PAD_SLOT
 """vLLM's name of `PAD_SLOT`: write no key and no value."""
 
 __all__ = [
-    "INT32_MAX",
     "PADDING_SLOT_ID",
     "CommonAttentionMetadata",
     "FirstPass",

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from jspec.axes import PAD_SLOT, AnyArray
 from jspec.pallas._dispatch import check_arrays, check_sizes
+from jspec.pallas._lookup import is_page
 from jspec.state import pytree, static
 
 
@@ -282,6 +283,11 @@ def slots_of(
     max_model_len: int,
 ) -> Array:
     """Turns pages into slots, of the positions' dtype; PAD for rows that are not stored [R]."""
-    stored = (page_id >= 0) & (positions >= 0) & (positions < max_model_len) & ~rejected_mask
+    stored = (
+        is_page(page_id, page_size)
+        & (positions >= 0)
+        & (positions < max_model_len)
+        & ~rejected_mask
+    )
     slots = page_id.astype(positions.dtype) * page_size + positions % page_size
     return jnp.where(stored, slots, PAD_SLOT)

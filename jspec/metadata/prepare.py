@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jspec.axes import PAD_SLOT, PAD_TOKEN, AnyArray
+from jspec.axes import INT32_MAX, PAD_SLOT, PAD_TOKEN, AnyArray
 from jspec.metadata.attention_metadata import request_of
+from jspec.pallas._lookup import is_page
 from jspec.pallas.next_token import next_token
 from jspec.pallas.sample_index import sample_index
 from jspec.state import Batch, PagedView, Scheduled, Verified
-
-INT32_MAX = 2**31 - 1
 
 
 def prepare(scheduled: Scheduled, verified: Verified, *, vocab_size: int | None = None) -> Batch:
@@ -112,7 +111,7 @@ def paged_view(
         .at[request, page]
         .get(mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False)
     )
-    stored = live & (index >= 0) & (index < max_model_len) & (page_id >= 0)
+    stored = live & (index >= 0) & (index < max_model_len) & is_page(page_id, page_size)
     return PagedView(
         block_table=scheduled.block_table,
         seq_lens=scheduled.seq_lens,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.axes import PAD_SLOT
+from jspec.axes import INT32_MAX, PAD_SLOT
 
 
 def request_of(cell: Any, query_start: Any, *, num_requests: int, extra: int = 0) -> Any:
@@ -35,6 +35,11 @@ def split(index: Any, size: int) -> tuple[Any, Any]:
     return lax.div(index, size), lax.rem(index, size)
 
 
+def is_page(page: Any, page_size: int) -> Any:
+    """Whether a page id is none of the padding, nor so large that its slots would wrap around."""
+    return (page >= 0) & (page < INT32_MAX // page_size)
+
+
 def slot_of(
     position: Any, request: Any, block_table: Any, *, num_pages: int, page_size: int
 ) -> Any:
@@ -48,12 +53,12 @@ def slot_of(
       page_size: slots a page.
 
     Returns:
-      The slot; PAD_SLOT where the page is PAD.
+      The slot; PAD_SLOT where the page is PAD, or no page: see `is_page`.
     """
     column, offset = split(position, page_size)
     column = jnp.clip(column, 0, num_pages - 1).astype(jnp.int32)
     page = block_table[request * num_pages + column].astype(position.dtype)
-    return jnp.where(page < 0, PAD_SLOT, page * page_size + offset)
+    return jnp.where(is_page(page, page_size), page * page_size + offset, PAD_SLOT)
 
 
 def filled(output: jax.ShapeDtypeStruct, value: int) -> jax.Array:

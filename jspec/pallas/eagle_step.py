@@ -90,7 +90,7 @@ def _reference(
     column = jnp.minimum(position // page_size, M - 1)
     page = jnp.take_along_axis(block_table, column[:, None], axis=1, mode="clip")[:, 0]  # [B]
     slot = page.astype(position.dtype) * page_size + position % page_size
-    slot = jnp.where(outside | (page < 0), PAD_SLOT, slot)
+    slot = jnp.where(outside | ~_lookup.is_page(page, page_size), PAD_SLOT, slot)
     length = jnp.where(outside, 1, jnp.minimum(seq_lens, max_model_len - 1) + 1)
     return position, jnp.pad(slot, (0, num_rows - B), constant_values=PAD_SLOT), length
 

@@ -148,7 +148,7 @@ def _reference(
         column = jnp.clip(position // page_size, 0, M - 1)
         page = block_table.at[request, column].get(mode="fill", fill_value=PAD_SLOT)
         slot = page.astype(position.dtype) * page_size + position % page_size
-        return jnp.where(live & (page >= 0), slot, PAD_SLOT)
+        return jnp.where(live & _lookup.is_page(page, page_size), slot, PAD_SLOT)
 
     # 1. Query rows, counted on from the last accepted position.
     last = positions.at[jnp.clip(accepted_end - 1, 0, T - 1)].get(mode="promise_in_bounds")

@@ -5,14 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Bool, Int
 
-from jspec.axes import PAD_TOKEN, AnyArray, Impl
+from jspec.axes import INT32_MAX, PAD_TOKEN, AnyArray, Impl
 from jspec.pallas import _backend, _dispatch
 
-_INT32_MAX = int(np.iinfo(np.int32).max)
 _MAX_N = 16  # the kernel's loops are unrolled
 _LANES = 128  # neighbouring cells read neighbouring tokens, in whole programs
 _STEPS = 8  # tokens that a cell looks at
@@ -68,8 +66,8 @@ def ngram_match(
         impl,
         "ngram_match",
         num_cells=B * lanes,
-        fits=max_n <= _MAX_N and max(num_rows * width, B * lanes) <= _INT32_MAX,
-        why=f"suffixes longer than {_MAX_N} tokens, or more than {_INT32_MAX} tokens in all",
+        fits=max_n <= _MAX_N and max(num_rows * width, B * lanes) <= INT32_MAX,
+        why=f"suffixes longer than {_MAX_N} tokens, or more than {INT32_MAX} tokens in all",
     )
     token_ids, seq_lens = jnp.asarray(token_ids), jnp.asarray(seq_lens).astype(jnp.int32)
     if rows is None:
@@ -111,10 +109,10 @@ def _check(token_ids, seq_lens, mask, rows, min_n, max_n, num_drafts) -> dict[st
             f"ngram_match: `min_n` is {min_n}, above `max_n` = {max_n}. Lower min_n or raise max_n."
         )
     width = sizes["S"]
-    if (min(max_n, width) + 1) * width > _INT32_MAX:
+    if (min(max_n, width) + 1) * width > INT32_MAX:
         raise ValueError(
             f"ngram_match: `max_n` is {max_n} for rows of {width} tokens, wanted at most "
-            f"{_INT32_MAX // width - 1}: length and place of a match share one int32. Lower max_n."
+            f"{INT32_MAX // width - 1}: length and place of a match share one int32. Lower max_n."
         )
     return sizes
 

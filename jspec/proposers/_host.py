@@ -4,8 +4,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jspec.axes import PAD_TOKEN
-from jspec.metadata import INT32_MAX
+from jspec.axes import INT32_MAX, PAD_TOKEN
 from jspec.state import Batch
 
 
