@@ -1,5 +1,6 @@
 """Strict settings for every test: no silent promotion, checked shapes, a warning is an error."""
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -63,6 +64,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if jax.default_backend() == "gpu" and item.get_closest_marker("any_device"):
             item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_maps():
+    """Lets executables go before their memory maps reach the limit of a process (65,530)."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -283,11 +283,7 @@ def slots_of(
     max_model_len: int,
 ) -> Array:
     """Turns pages into slots, of the positions' dtype; PAD for rows that are not stored [R]."""
-    stored = (
-        is_page(page_id, page_size)
-        & (positions >= 0)
-        & (positions < max_model_len)
-        & ~rejected_mask
-    )
-    slots = page_id.astype(positions.dtype) * page_size + positions % page_size
-    return jnp.where(stored, slots, PAD_SLOT)
+    page_id = page_id.astype(positions.dtype)
+    stored = is_page(page_id, page_size) & (positions >= 0) & (positions < max_model_len)
+    slots = page_id * page_size + positions % page_size
+    return jnp.where(stored & ~rejected_mask, slots, PAD_SLOT)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.axes import INT32_MAX, PAD_SLOT
+from jspec.axes import PAD_SLOT
 
 
 def request_of(cell: Any, query_start: Any, *, num_requests: int, extra: int = 0) -> Any:
@@ -36,8 +36,8 @@ def split(index: Any, size: int) -> tuple[Any, Any]:
 
 
 def is_page(page: Any, page_size: int) -> Any:
-    """Whether a page id is none of the padding, nor so large that its slots would wrap around."""
-    return (page >= 0) & (page < INT32_MAX // page_size)
+    """Whether a page id is none of the padding, nor so large that slots of its dtype would wrap."""
+    return (page >= 0) & (page < jnp.iinfo(page.dtype).max // page_size)
 
 
 def slot_of(

@@ -89,7 +89,8 @@ def _reference(
     position = jnp.where(outside, 0, positions + 1)
     column = jnp.minimum(position // page_size, M - 1)
     page = jnp.take_along_axis(block_table, column[:, None], axis=1, mode="clip")[:, 0]  # [B]
-    slot = page.astype(position.dtype) * page_size + position % page_size
+    page = page.astype(position.dtype)
+    slot = page * page_size + position % page_size
     slot = jnp.where(outside | ~_lookup.is_page(page, page_size), PAD_SLOT, slot)
     length = jnp.where(outside, 1, jnp.minimum(seq_lens, max_model_len - 1) + 1)
     return position, jnp.pad(slot, (0, num_rows - B), constant_values=PAD_SLOT), length

@@ -147,7 +147,8 @@ def _reference(
     def slot_of(position, request, live):
         column = jnp.clip(position // page_size, 0, M - 1)
         page = block_table.at[request, column].get(mode="fill", fill_value=PAD_SLOT)
-        slot = page.astype(position.dtype) * page_size + position % page_size
+        page = page.astype(position.dtype)
+        slot = page * page_size + position % page_size
         return jnp.where(live & _lookup.is_page(page, page_size), slot, PAD_SLOT)
 
     # 1. Query rows, counted on from the last accepted position.
