@@ -69,7 +69,7 @@ def make_step(
         token_ids[at:end] = ids
         positions[at:end] = np.arange(start, start + len(ids))
         hidden[at:end] = [
-            np.random.default_rng([token, start + i]).standard_normal(reads.hidden_size)
+            np.random.default_rng([token % 2**32, start + i]).standard_normal(reads.hidden_size)
             for i, token in enumerate(ids)
         ]
         at = end
