@@ -24,7 +24,7 @@ def convert_medusa(path: str | PathLike[str]) -> Path:
       ValueError: the file holds something other than named tensors.
     """
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]  # an extra
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError(
