@@ -3,16 +3,13 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jspec.axes import PAD_SLOT, AnyArray
+from jspec.axes import PAD_SLOT, AnyArray, Impl
 from jspec.config import CacheConfig, check_at_least
+from jspec.pallas.paged_attention import add_keys, paged_attention
 from jspec.state import PagedView, pytree, static
-
-_BLOCK_TOKENS = 128
-"""Keys that `attend` reads at a time: fewer waste rounds, more waste work on short requests."""
 
 
 @pytree
@@ -154,15 +151,21 @@ def keep_nodes(cache: KVCache, path: Int[Array, "B J"], slots: Int[Array, "B J"]
 
 
 def attend(
-    q: Float[Array, "T N d"], cache: KVCache, layer: int, view: PagedView, *, scale: float
+    q: Float[Array, "T N d"],
+    cache: KVCache,
+    layer: int,
+    view: PagedView,
+    *,
+    scale: float,
+    impl: Impl = "auto",
 ) -> Float[Array, "T N d"]:
     """Attends from each row to the cached keys of its request.
 
     Query head h reads key/value head `h // (N / n)`. A row sees the first `seq_lens` keys of its
     request, and of these only the ones up to its own position if `view.causal`, and only the ones
     less than `view.window` positions away where there is one; with trees, the nodes that
-    `view.visible` says, too. The work follows the longest request of the pass, not `max_model_len`,
-    and starts at the first key that a window reaches.
+    `view.visible` says, too. The work follows the lengths of the requests, not `max_model_len`, and
+    starts at the first key that a window reaches.
 
     Args:
       q: queries, rotated.
@@ -170,6 +173,7 @@ def attend(
       layer: 0..L-1.
       view: requests may have unequal numbers of rows, or none.
       scale: factor of the scores, commonly `d ** -0.5`.
+      impl: implementation of the part over pages; see `jspec.pallas.paged_attention`.
 
     Returns:
       Attention outputs in the dtype of `q`; zeros for padding rows. Products accumulate, and the
@@ -180,14 +184,10 @@ def attend(
     T, N, d = q.shape
     S, n = cache.k.shape[2:4]
     M = view.block_table.shape[1]
-    block_pages = min(M, max(1, _BLOCK_TOKENS // S))
-    C = block_pages * S
 
     tiles = _tile(jnp.asarray(view.query_start), T)
     G, Q = tiles.rows.shape
     E = Q * (N // n)
-    table = _rows(view.block_table, tiles.request)
-    table = jnp.pad(table, ((0, 0), (0, -M % block_pages))).reshape(G, -1, block_pages)
     num_keys = jnp.minimum(_rows(view.seq_lens, tiles.request), M * S)  # [G]
     num_seen = jnp.where(tiles.rows < T, num_keys[:, None], 0)  # [G, Q]
     if view.causal:
@@ -198,52 +198,20 @@ def attend(
         num_seen = jnp.minimum(num_seen, place + view.window)
         first_seen = jnp.repeat(place - view.window + 1, N // n, axis=1)  # [G, Q] -> [G, E]
     num_seen = jnp.repeat(num_seen, N // n, axis=1)  # [G, Q] -> [G, E]
-    last_seen = jnp.max(num_seen, axis=1)  # [G]; a weight of 0 would not mute NaN in later slots
     q_tile = _rows(q, tiles.rows).reshape(G, Q, n, N // n, d)
-    q_tile = q_tile.transpose(0, 2, 4, 1, 3).reshape(G, n, d, E)
+    q_tile = q_tile.transpose(0, 2, 1, 3, 4).reshape(G, n, E, d)
 
-    def add(
-        carry: tuple[Array, Array, Array],
-        k: Float[Array, "G n C d"],
-        v: Float[Array, "G n C d"],
-        seen: Bool[Array, "G C E"],
-    ) -> tuple[Array, Array, Array]:
-        top, total, out = carry
-        # The keys come first so that the product reads them as they lie, heads apart.
-        scores = jnp.einsum("gncd,gnde->gnce", k, q_tile, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen[:, None], scores * scale, -jnp.inf).swapaxes(2, 3)  # [G, n, E, C]
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        shift = jnp.where(new_top == -jnp.inf, 0, new_top)  # a row that has seen nothing yet
-        weights = jnp.exp(scores - shift[..., None])
-        fade = jnp.exp(top - shift)
-        total = total * fade + jnp.sum(weights, axis=-1)
-        new = jnp.einsum(
-            "gnec,gncd->gned", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
-        return new_top, total, out * fade[..., None] + new
-
-    def block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        pages = table[:, i]  # [G, block_pages]
-        k = _pages(cache.k, layer, pages)  # [G, n, C, d]
-        v = _pages(cache.v, layer, pages)
-        key = i * C + jnp.arange(C, dtype=jnp.int32)[None]  # [1, C]
-        v = jnp.where((key < last_seen[:, None])[:, None, :, None], v, 0)
-        seen = key[:, :, None] < num_seen[:, None]  # [G, C, E]
-        if first_seen is not None:
-            seen &= key[:, :, None] >= first_seen[:, None]
-        return add(carry, k, v, seen)
-
-    carry = (
-        jnp.full((G, n, E), -jnp.inf, jnp.float32),
-        jnp.zeros((G, n, E), jnp.float32),
-        jnp.zeros((G, n, E, d), jnp.float32),
+    attended = paged_attention(
+        q_tile,
+        cache.k,
+        cache.v,
+        layer,
+        _rows(view.block_table, tiles.request),
+        num_seen,
+        first_seen,
+        scale=scale,
+        impl=impl,
     )
-    num_blocks = (jnp.max(num_keys) + C - 1) // C
-    first_block = 0
-    if first_seen is not None:
-        reached = jnp.min(jnp.where(num_seen > 0, first_seen, jnp.max(num_keys)))
-        first_block = jnp.maximum(reached, 0) // C
-    carry = jax.lax.fori_loop(first_block, num_blocks, block, carry)
     if view.visible is not None:
         assert cache.node_k is not None and cache.node_v is not None
         k, v = (
@@ -251,8 +219,9 @@ def attend(
             for nodes in (cache.node_k, cache.node_v)
         )
         seen = (tiles.rows < T)[:, :, None] & _rows(view.visible, tiles.rows)  # [G, Q, X]
-        carry = add(carry, k, v, jnp.repeat(seen, N // n, axis=1).swapaxes(1, 2))
-    _, total, out = carry
+        seen = jnp.repeat(seen, N // n, axis=1).swapaxes(1, 2)  # [G, X, E]
+        attended = add_keys(attended, q_tile.swapaxes(2, 3), k, v, seen, scale=scale)
+    _, total, out = attended
     out = (out / jnp.where(total == 0, 1, total)[..., None]).astype(q.dtype)
     out = out.reshape(G, n, Q, N // n, d).transpose(0, 2, 1, 3, 4).reshape(G * Q, N, d)
     return out.at[tiles.place].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -313,12 +282,3 @@ def _count_reached(ends: Int[Array, "B"], at: Int[Array, "X"]) -> Int[Array, "X"
 def _rows(x: AnyArray, index: Array) -> Array:
     """Reads rows of x; an index past the end reads the last row, which the caller masks."""
     return jnp.asarray(x).at[index].get(mode="clip", wrap_negative_indices=False)
-
-
-def _pages(
-    cache: Float[Array, "L P S n d"], layer: int, pages: Int[Array, "G M"]
-) -> Float[Array, "G n C d"]:
-    """Reads pages side by side; a PAD page reads page 0, which the caller masks."""
-    G, n, d = pages.shape[0], *cache.shape[3:]
-    rows = cache.at[layer, pages].get(mode="clip", wrap_negative_indices=False)
-    return rows.reshape(G, -1, n, d).swapaxes(1, 2)

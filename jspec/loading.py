@@ -96,7 +96,14 @@ def load(
     assert proposer.load is not None  # `_find` and `_recognise` return no other
     _check_options(proposer, options)
     _check_positions(proposer, checkpoint.config)
-    return proposer.load(checkpoint, target, dtype=dtype, num_drafts=num_drafts, **options)
+    drafter = proposer.load(checkpoint, target, dtype=dtype, num_drafts=num_drafts, **options)
+    most = target.config.max_positions
+    if num_drafts is None and drafter.config.num_drafts >= most:
+        raise ValueError(
+            f"{path} is configured for {drafter.config.num_drafts} drafts, and its target for "
+            f"{most} positions, which they cannot fill. Pass num_drafts=."
+        )
+    return drafter
 
 
 def _open(path: str | PathLike[str]) -> Checkpoint:

@@ -11,10 +11,11 @@ import numpy as np
 from jspec.adaptive import BatchSizeSchedule
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig
-from jspec.decode import Engine, Ran, Report, generate_plain
+from jspec.decode import Engine, Report, generate_plain
 from jspec.proposers.ngram import NgramConfig
 from jspec.scheduling import OnTokens
 from jspec.state import Drafts, Params, Scheduled, Verified
+from jspec.target import Ran
 
 
 class Halves(NamedTuple):

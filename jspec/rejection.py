@@ -49,8 +49,8 @@ def rejection(
         (see `jspec.sampling.constrain`), the temperature is not. Makes p.
       drafts: PAD after the last; an id that is no token is rejected.
       num_drafts: drafts of each request; later columns are ignored.
-      temperature: of each request; anything but a number above 0 is greedy, which keeps drafts that
-        equal the best token, of equals the lowest id.
+      temperature: of each request, as `jspec.sampling.draw`; where it is greedy, drafts are kept
+        that equal the best token, of equals the lowest id.
       uniform: a number in (0, 1] per draft.
       exponential: Exp(1) noise that the token after the kept drafts is drawn with. N = W: a row for
         each place it may have; N = 1: one for all of them.
@@ -308,7 +308,7 @@ def _read(
     return _Step(
         target=target,
         best=jnp.argmax(logits, axis=-1).astype(jnp.int32),
-        is_random=jnp.asarray(temperature)[:, None] > 0,
+        is_random=sampling.draws(temperature)[:, None],
         drafts=drafts,
         num_drafts=num_drafts,
         is_token=is_token,

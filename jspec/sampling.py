@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.axes import AnyArray
@@ -19,8 +20,8 @@ def draw(
 
     Args:
       logits: scores of every token.
-      temperature: anything but a number above 0 (0, negative, NaN) takes the best token, the lowest
-        id on ties.
+      temperature: anything but a normal number above 0 takes the best token, the lowest id on
+        ties: 0, negative, NaN, below 1.2e-38 (some devices read such numbers as 0).
       seed: of the request.
       position: place of the drawn token in its request; a place draws once a stream.
       stream: who draws: drafts and verification must not share their random numbers.
@@ -124,12 +125,17 @@ def distribution(
     return jnp.where(is_random & ~jnp.isnan(softmax), softmax, certain)
 
 
+def draws(temperature: Float[AnyArray, "..."]) -> Bool[Array, "..."]:
+    """Tells where tokens are drawn; elsewhere the best is taken. `temperature`: as `draw`."""
+    return jnp.asarray(temperature, jnp.float32) >= np.finfo(np.float32).tiny
+
+
 def _scores(
     logits: Float[Array, "B V"], temperature: Float[AnyArray, "B"]
 ) -> tuple[Float[Array, "B V"], Bool[Array, "B 1"]]:
     """Divides by the temperature; the best score is 0, so that a tiny one does not overflow."""
     temperature = jnp.asarray(temperature, jnp.float32)[:, None]
-    is_random = temperature > 0
+    is_random = draws(temperature)
     logits = logits.astype(jnp.float32)
     scores = logits - jnp.max(logits, axis=-1, keepdims=True)
     return scores / jnp.where(is_random, temperature, 1), is_random

@@ -54,7 +54,7 @@ def sampling_params(
     Args:
       owner: function that the arguments were passed to.
       num_prompts: prompts of the call.
-      temperature: at least 0; None = greedy.
+      temperature: at least 0; None = greedy, as 0 is (see `jspec.sampling.draw`).
       seed: any int32; by default 0.
       top_k: at least 1; 0 or -1 = all.
       top_p: above 0, at most 1.

@@ -7,7 +7,6 @@ Arrays that a drafter shares with its target are not written twice.
 import dataclasses
 import json
 import os
-import shutil
 import typing
 from collections.abc import Mapping
 from os import PathLike
@@ -18,7 +17,8 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jspec import proposers
-from jspec.checkpoint import Model, orbax
+from jspec.checkpoint import Model, check_layers, orbax
+from jspec.checkpoint.new_folder import check_free, new_folder
 from jspec.config import ModelConfig, read_json
 from jspec.models import llama
 from jspec.proposers.base import Drafter
@@ -33,7 +33,7 @@ _CLASS = "class"
 def save(path: str | PathLike[str], saved: Model | Drafter, *, target: Model | None = None) -> None:
     """Writes a model or a drafter to a new folder, whole or not at all.
 
-    A save that is cut short may leave a hidden folder, `.<name>.partial`, which never restores. The
+    A save that is killed may leave a hidden folder, `.<name>.partial`, which never restores. The
     next save to the same path removes it.
 
     Args:
@@ -43,16 +43,14 @@ def save(path: str | PathLike[str], saved: Model | Drafter, *, target: Model | N
         `restore` wants the target, too.
 
     Raises:
-      FileExistsError: something is at `path`.
+      FileExistsError: something is at `path`. OSError: the disk does not take it.
       TypeError: `saved` is neither a Model nor a Drafter, or its config is not a registered one.
       ValueError: an array was donated or deleted.
 
     Example:
       jspec.save("heads/eagle3", drafter, target=model)
     """
-    path = Path(path).absolute()
-    if path.exists():
-        raise FileExistsError(f"{path} exists. Remove it, or save to another path.")
+    check_free(path)
     description: dict[str, Any] = {"format": _FORMAT}
     shared = {}
     if isinstance(saved, Model):
@@ -71,18 +69,10 @@ def save(path: str | PathLike[str], saved: Model | Drafter, *, target: Model | N
     own = _nest(
         {keys: leaf for keys, leaf in leaves_of(saved.params).items() if keys not in shared}
     )
-
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(path) as folder:
         if own:
-            orbax.write(partial / "params", own)
-        (partial / "jspec.json").write_text(json.dumps(description, indent=1), "utf-8")
-        os.rename(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+            orbax.write(folder / "params", own)
+        (folder / "jspec.json").write_text(json.dumps(description, indent=1), "utf-8")
 
 
 def restore(path: str | PathLike[str], target: Model | None = None) -> Model | Drafter:
@@ -190,6 +180,7 @@ def _reattach(path: Path, shared: dict[str, str], target: Model | None) -> dict[
 
 def _check_fit(path: Path, config: Any, found: dict[Keys, Any]) -> None:
     if isinstance(config, ModelConfig):
+        check_layers(str(path), config.num_layers, found)
         wanted: Mapping[Keys, Any] = leaves_of(llama.abstract_params(config, "float32"))
     else:
         wanted = shapes_of(config)

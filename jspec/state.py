@@ -65,13 +65,15 @@ class Scheduled:
 
     Attributes:
       token_ids: the rows' tokens.
-      positions: the rows' positions; three axes for M-RoPE.
+      positions: the rows' positions; three axes for M-RoPE. Where that of a request's last kept row
+        is below 0, drafters that read positions give it no drafts.
       token_index: place of each row in its request, given exactly when positions have three axes.
       query_start: first row of each request, and the end of the last.
       seq_lens: KV length with all rows of this step, rejected ones included.
       block_table: pages of each request in order; PAD where there is none.
       num_drafts: drafts that this step verified.
-      request_slot: persistent row of the request, 0..max_requests-1.
+      request_slot: persistent row of the request, 0..max_requests-1. No two live requests of a step
+        share one: what such two get drafted means nothing; the others keep what is theirs.
       backup_token: the known next token where nothing was sampled (the next prompt token of a
         chunked prefill).
       discard: True where sampled tokens must not count (unfinished prefill, padding).
@@ -80,7 +82,7 @@ class Scheduled:
       embeds_mask: see `embeds`.
       max_drafts: most drafts wanted for each request; None = as many as the config says.
       temperature: sampling temperature of each request, where drafts are sampled; anything but a
-        number above 0 (0, negative, NaN) is greedy.
+        normal number above 0 (0, negative, NaN, below 1.2e-38) is greedy.
       seed: random seed of each request; goes with `temperature`.
       top_k, top_p, min_p: constraints on what is sampled; they go with `temperature`. See
         `jspec.sampling.constrain`.

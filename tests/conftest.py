@@ -37,7 +37,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # Further cases of what a quicker test shows already: `make test-all` runs them, too.
 _SLOW = re.compile(
     r"""
-    test_contract\.py .* (sampled|parallel) \]
+    test_contract(_boundary)?\.py .* (sampled|parallel) \]
     | test_tree_contract\.py
     | test_peagle\.py::test_the_contract
     | test_lossless\.py::test_greedy .* \[ ([12]- | .*-[12]\])
@@ -47,6 +47,7 @@ _SLOW = re.compile(
     | test_sampled_decode\.py::test_matched .* \[ (ngram|draft_model) \]
     | test_tree_decode\.py::test_ (each_step | a_chain .* \[eagle3 | greedy .* \[(eagle3|medusa))
     | test_adaptive_decode\.py::test_random .* \[ (ngram_gpu|suffix|tree) \]
+    | test_adaptive_decode\.py::test_drafts_kept .* \[ block \]
     | test_adaptive_decode\.py::test_a_loop_measures .* \[ (eagle|tree) \]
     | test_chi_square\.py::test_texts .* 0\.7
     | test_transcripts\.py .* tokens

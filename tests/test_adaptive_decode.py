@@ -26,6 +26,7 @@ from tests.test_lossless import (
     record,
     target,
 )
+from tests.test_sampled_decode import BY_CHANCE, MIXED, sampled_pair, twin
 from tests.test_tree_decode import UNEVEN, tree_pair
 from tests.transcripts import Recorder
 
@@ -244,3 +245,30 @@ def test_half_a_tree_is_no_level():
     model, drafter = drafter_of("tree")
     with pytest.raises(ValueError, match="whole or not at all"):
         jspec.generate(model, PROMPTS, *drafter, **OPTIONS, drafting=Adaptive(levels=(0, 3)))
+
+
+@pytest.mark.parametrize("verification", BY_CHANCE)
+def test_drafts_kept_by_chance_are_drafted_as_they_pay(verification):
+    """A target that drafts for itself keeps every draft; another drafter spoils no greedy text."""
+    costs = Costs({3: 1.0, 6: 1.1, 9: 1.2, 12: 1.6}, {0: 0.0, 1: 0.3, 2: 0.5, 3: 0.9})
+    drafting = Adaptive(levels=(0, 1, 2, 3), costs=costs, memory=2.0)
+    options = OPTIONS | {"verification": verification, "drafting": drafting}
+
+    def run(model, drafter, numbers):
+        engine = Engine(model, PROMPTS, *drafter, **options, **numbers)
+        levels, draft = [], engine.scheduler.policy.draft
+        engine.scheduler.policy.draft = lambda slots: levels.append(draft(slots)) or levels[-1]
+        engine.warmup()
+        with backend_compiles() as compiled:
+            report = engine.run()
+        assert not compiled
+        return report, set(levels)
+
+    report, _ = run(*twin(), {name: MIXED[name] for name in ("temperature", "seed")})
+    assert report.stats.num_accepted_tokens == report.stats.num_draft_tokens > 20
+    model, drafter = sampled_pair()
+    report, levels = run(model, drafter, MIXED)
+    assert 0 < report.stats.num_accepted_tokens < report.stats.num_draft_tokens
+    assert len(levels) > 1
+    assert report.generations[1] == plain(model.config)[1]  # greedy among the sampled
+    assert run(model, drafter, MIXED)[0].generations == report.generations

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -146,7 +147,8 @@ def test_text_for_people_streams_and_then_sums_up(folder, capfd):
         (["--method", "ngram", "--min-prob", "0.5"], "--min-prob has no effect.*--max-n"),
         (["--method", "none", "--num-drafts", "3"], "--num-drafts has no effect.*none"),
         (["--method", "suffix", "--min-prob", "2"], "min_token_prob"),
-        (["--method", "suffix", "--warm-start", "nowhere"], "nowhere"),
+        (["--method", "suffix", "--warm-start", "no", "--model", "nowhere"], "'no' is no file"),
+        (["--prompt", "", "--raw"], r"prompts\[1\]: the prompt is empty.*BOS"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--dtype", "int8"], "float32 or bfloat16"),
         (["--model", "nowhere/model"], "nowhere/model"),
@@ -181,6 +183,17 @@ def test_ctrl_c_ends_quietly(folder, capfd, monkeypatch):
     monkeypatch.setattr(measure, "run", interrupted)
     assert generate("--model", folder, "--prompt", "abc") == 130
     assert capfd.readouterr() == ("", "")
+
+
+def test_ctrl_c_in_the_middle_of_a_text_ends_the_process_quietly(folder):
+    words = [*("--model", folder, "--prompt", "abc", "--max-tokens", "500"), "--raw"]
+    words = [sys.executable, "-u", "-m", "jspec", "generate", *map(str, words)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        running.stdout.read(1)  # it decodes
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (130, b"")
+    assert b"tokens per second" not in out
 
 
 def test_after_ctrl_c_the_process_ends_at_once():

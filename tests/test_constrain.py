@@ -51,6 +51,21 @@ def left(logits, temperature, **constraints):
     return [np.flatnonzero(row).tolist() for row in kept]
 
 
+def test_a_temperature_that_some_devices_read_as_0_is_greedy_on_all_of_them():
+    logits = jnp.asarray([[1, 3, 3, 2]], jnp.float32)
+    tiny = float(np.finfo(np.float32).tiny)
+    drawn = {
+        temperature: {
+            int(sampling.draw(logits, *np.float32([[temperature]]), *seed_and_place, stream=0)[0])
+            for seed_and_place in np.arange(20, dtype=np.int32).reshape(10, 2, 1)
+        }
+        for temperature in (0.0, 1e-45, tiny / 2, tiny)
+    }
+    assert drawn == {0.0: {1}, 1e-45: {1}, tiny / 2: {1}, tiny: {1, 2}}  # a tie is drawn at random
+    shares = sampling.distribution(jnp.repeat(logits, 2, 0), jnp.asarray([tiny / 2, tiny]))
+    np.testing.assert_array_equal(shares, [[0, 1, 0, 0], [0, 0.5, 0.5, 0]])
+
+
 @pytest.mark.parametrize("names", [["top_k"], ["top_p"], ["min_p"], ["min_p", "top_k", "top_p"]])
 @pytest.mark.parametrize("ties", [False, True])
 def test_any_constraints_match_the_loop(names, ties, rng):

@@ -26,6 +26,13 @@ PUBLIC = (
     "jspec.target",
     "jspec.verify",
 )
+BRIDGE = (
+    "torch_bridge",
+    "torch_bridge.convert",
+    "torch_bridge.ngram",
+    "torch_bridge.ops",
+    "torch_bridge.vllm_plugin",
+)
 
 
 def blocks(page: Path) -> list[str]:
@@ -56,6 +63,8 @@ def registry():
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_the_examples_of_a_page_run(page, capsys, registry):
     names = {"__name__": "example"}
+    if any("torch" in code for code in blocks(page)):
+        pytest.importorskip("torch")
     for code in blocks(page):
         exec(compile(code, page.name, "exec"), names)
         printed = capsys.readouterr().out
@@ -67,6 +76,16 @@ def test_the_examples_of_a_page_run(page, capsys, registry):
 def test_every_registered_method_is_in_the_tables(page):
     text = (ROOT / page).read_text()
     assert not [name for name in jspec.REGISTRY if f"`{name}`" not in text]
+
+
+@pytest.mark.parametrize("module", BRIDGE)
+def test_every_public_name_of_the_bridge_is_in_the_reference(module):
+    pytest.importorskip("torch")
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    shown = set(re.findall(r"`(torch_bridge(?:\.\w+)+)`", reference))
+    names = set(public_names(module)) - {"dlpack", "ops"}  # which are modules
+    assert names
+    assert not [n for n in names if not {f"{module}.{n}", f"torch_bridge.{n}"} & shown]
 
 
 @pytest.mark.parametrize("module", PUBLIC)
@@ -112,5 +131,7 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_name_of_ours_in_a_page_exists(page):
-    for name in set(re.findall(r"`(jspec(?:\.\w+)+)`", page.read_text())):
+    for name in set(re.findall(r"`((?:jspec|torch_bridge)(?:\.\w+)+)`", page.read_text())):
+        if name.startswith("torch_bridge"):
+            pytest.importorskip("torch")
         pkgutil.resolve_name(name)

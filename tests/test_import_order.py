@@ -8,13 +8,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("axes", "rope", "_numba"),
-    ("config", "state", "tree", "pallas"),
-    ("cache", "metadata", "rejection", "sampling", "verify", "metrics", "suffix", "earnings"),
+    ("config", "state", "tree", "pallas", "drafting", "earnings"),
+    ("cache", "metadata", "rejection", "sampling", "verify", "metrics", "suffix"),
     ("models", "checkpoint"),
     ("proposers",),
     ("_boundary",),
     ("api", "loading", "saving", "adaptive"),
     ("sampling_params", "scheduling", "target"),
+    ("engine",),
     ("decode",),
     ("measure", "replay"),
     ("demo",),

@@ -151,7 +151,7 @@ def test_missing_and_unknown_arrays_are_listed_together(tmp_path, target):
 
 
 def test_nothing_is_overwritten(tmp_path, target):
-    with pytest.raises(FileExistsError, match="Remove it, or save to another path"):
+    with pytest.raises(FileExistsError, match="Remove it, or write to another path"):
         jspec.save(tmp_path, target)
 
 

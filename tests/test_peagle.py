@@ -12,6 +12,7 @@ from jspec.proposers import _draft
 from jspec.proposers._hf_config import mask_token_of
 from jspec.proposers.eagle3 import PROPOSER, Eagle3Config, draft_model
 from tests import test_contract as contract
+from tests import test_contract_boundary as boundary
 from tests.heads import (
     NEAR_TIE,
     NUM_PROMPTS,
@@ -122,9 +123,9 @@ RULES = [
     contract.test_step_is_prepare_and_propose,
     contract.test_a_request_that_is_discarded_drafts_nothing_and_loses_nothing,
     contract.test_no_draft_goes_past_the_longest_request,
-    contract.test_a_warmed_bucket_never_compiles_again,
-    contract.test_only_memory_is_donated_and_it_is_rewritten_in_place,
-    contract.test_the_pure_core_scans_under_an_outer_jit_without_the_host,
+    boundary.test_a_warmed_bucket_never_compiles_again,
+    boundary.test_only_memory_is_donated_and_it_is_rewritten_in_place,
+    boundary.test_the_pure_core_scans_under_an_outer_jit_without_the_host,
 ]
 
 

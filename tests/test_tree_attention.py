@@ -23,7 +23,7 @@ SCALE = 0.3
 UNEVEN = Tree([(0,), (1,), (3,), (0, 0), (0, 2), (3, 0), (0, 2, 0), (0, 2, 1)])
 
 write = jax.jit(kv.write)
-attend = jax.jit(functools.partial(kv.attend, scale=SCALE))
+attend = jax.jit(functools.partial(kv.attend, scale=SCALE), static_argnames="impl")
 
 
 def dense(q, keys, values, mask):
@@ -40,7 +40,8 @@ def dense(q, keys, values, mask):
 
 @pytest.mark.parametrize("contexts", [(7, 0, 300, 3), (1, 130, 0, 12)])
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1)])
-def test_nodes_see_the_context_and_their_ancestors(contexts, heads, rng):
+@pytest.mark.parametrize("impl", ["auto", "interpret"])
+def test_nodes_see_the_context_and_their_ancestors(contexts, heads, impl, rng):
     """Requests: a whole tree; rows without nodes; a chunk and a part of a tree; no rows at all."""
     N, n = heads
     trees = [UNEVEN, None, Tree(UNEVEN.choices[:5]), None]
@@ -78,7 +79,7 @@ def test_nodes_see_the_context_and_their_ancestors(contexts, heads, rng):
     own_k[T:], own_v[T:] = np.nan, np.nan
     cache = write(cache, layer, own_k, own_v, view.slots, view.node_slots)
     q = rng.standard_normal((num_rows, N, d)).astype(np.float32)
-    got = np.asarray(attend(q, cache, layer, view))
+    got = np.asarray(attend(q, cache, layer, view, impl=impl))
     assert not got[T:].any()
     at = whole.query_start
     for b in range(3):

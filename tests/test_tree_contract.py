@@ -10,6 +10,7 @@ from jspec import proposers
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.tree import DynamicTree, Tree
 from tests import test_contract as contract
+from tests import test_contract_boundary as boundary
 from tests.steps import Row
 
 pytestmark = pytest.mark.any_device
@@ -27,9 +28,9 @@ SHARED = [
     contract.test_step_is_prepare_and_propose,
     contract.test_a_request_that_is_discarded_drafts_nothing_and_loses_nothing,
     contract.test_a_released_slot_forgets_its_request,
-    contract.test_a_warmed_bucket_never_compiles_again,
-    contract.test_only_memory_is_donated_and_it_is_rewritten_in_place,
-    contract.test_the_pure_core_scans_under_an_outer_jit_without_the_host,
+    boundary.test_a_warmed_bucket_never_compiles_again,
+    boundary.test_only_memory_is_donated_and_it_is_rewritten_in_place,
+    boundary.test_the_pure_core_scans_under_an_outer_jit_without_the_host,
 ]
 
 

@@ -7,13 +7,21 @@ from typing import NamedTuple
 from jax.typing import DTypeLike
 
 from jspec.checkpoint.assemble import assemble
-from jspec.checkpoint.base import Checkpoint
+from jspec.checkpoint.base import Checkpoint, check_layers
 from jspec.checkpoint.safetensors import read_folder
 from jspec.config import ModelConfig, check_float_dtype
 from jspec.models import llama
 from jspec.state import Params
 
-__all__ = ["Checkpoint", "Model", "as_model", "assemble", "read", "read_folder"]
+__all__ = [
+    "Checkpoint",
+    "Model",
+    "as_model",
+    "assemble",
+    "check_layers",
+    "read",
+    "read_folder",
+]
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -83,6 +91,7 @@ def as_model(checkpoint: Checkpoint, dtype: DTypeLike, *, source: str | PathLike
             f"{', '.join(_ARCHITECTURES)}. A draft head is no target: load it with target=."
         )
     config = ModelConfig.from_hf(checkpoint.config)
+    check_layers(str(source), config.num_layers, checkpoint.names)
     rules = llama.rules(config)
     rules |= {name: None for name in checkpoint.names if name.startswith(_OF_A_DRAFTER)}
     params = assemble(llama.abstract_params(config, dtype), rules, checkpoint.tensors())

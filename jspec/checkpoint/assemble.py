@@ -1,5 +1,6 @@
 """Builds params from named tensors, by the rule table of a model."""
 
+import collections
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,9 +15,10 @@ from jspec.state import Params
 def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.ndarray]]) -> Params:
     """Fills params with a checkpoint's tensors, fusing on the way.
 
-    Tensors are copied one at a time into host leaves. Nothing goes to a device before all names and
-    shapes are known to fit; then leaf after leaf moves there, so the peak is the params' own size
-    and one tensor.
+    Tensors are copied leaf by leaf into host memory, once all of a leaf are known to fit: no size
+    that a config claims is allocated without the tensors. Nothing goes to a device before all names
+    and shapes fit; then leaf after leaf moves there, so the peak is the params' own size and the
+    tensors of a leaf.
 
     Args:
       template: shapes and dtypes of the params, see `abstract_params` of a model.
@@ -32,13 +34,15 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
     """
     shapes = {_keys(path): leaf for path, leaf in jax.tree.leaves_with_path(template)}
     wanted = {name: place for name, place in rules.items() if place is not None}
+    num_parts = collections.Counter(place.path for place in wanted.values())
+    parts: dict[tuple[str, ...], list[tuple[Place, np.ndarray]]] = collections.defaultdict(list)
     leaves: dict[tuple[str, ...], np.ndarray] = {}
     problems: list[str] = []
     seen: set[str] = set()
     for name, tensor in tensors:
         place = wanted.get(name)
         if place is None:
-            if name not in rules and "rotary_emb.inv_freq" not in name:
+            if name not in rules and not name.endswith("rotary_emb.inv_freq"):
                 problems.append(f"unknown: {name} {list(tensor.shape)}")
             continue
         if name in seen:
@@ -52,10 +56,9 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
             problems.append(f"wrong shape: {name} {list(tensor.shape)}, wanted {list(shape)}")
         if problems:  # go on for the names and shapes only
             continue
-        if place.path not in leaves:
-            leaves[place.path] = np.empty(leaf.shape, leaf.dtype)
-        start, end = place.columns or (0, leaf.shape[-1])
-        leaves[place.path][..., start:end] = tensor.T if place.transpose else tensor
+        parts[place.path].append((place, tensor))
+        if len(parts[place.path]) == num_parts[place.path]:
+            leaves[place.path] = _fuse(leaf, parts.pop(place.path))
     problems += [
         f"missing: {name} {list(_tensor_shape(shapes[place.path].shape, place))}"
         for name, place in wanted.items()
@@ -77,6 +80,15 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
 def is_float(tensor: np.ndarray) -> bool:
     """Tells weights from quantized ones, whose integers mean nothing without their scales."""
     return bool(jnp.issubdtype(tensor.dtype, jnp.floating))
+
+
+def _fuse(leaf: Any, parts: list[tuple[Place, np.ndarray]]) -> np.ndarray:
+    """Copies the tensors of a leaf side by side, in its dtype."""
+    out = np.empty(leaf.shape, leaf.dtype)
+    for place, tensor in parts:
+        start, end = place.columns or (0, leaf.shape[-1])
+        out[..., start:end] = tensor.T if place.transpose else tensor
+    return out
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:

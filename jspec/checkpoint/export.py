@@ -1,8 +1,6 @@
 """Hugging Face folders written from params: the rule tables of loading, read backwards."""
 
 import json
-import os
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jspec.checkpoint.new_folder import new_folder
 from jspec.checkpoint.safetensors import DTYPES
 from jspec.models.layers import Place, Rules
 from jspec.state import Params
@@ -63,28 +62,14 @@ def write_folder(
       optional: keys of leaves that no rule needs to name.
 
     Raises:
-      FileExistsError: something is at `folder`. OSError: the disk does not take it. ValueError:
-        as `disassemble`.
+      OSError: something is at `folder`, or the disk does not take it. ValueError: as `disassemble`.
     """
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists. Remove it, or write to another path.")
     tensors = _find(params, rules, optional)
-    partial = folder.absolute().with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(folder) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         for name, text in texts.items():
             (partial / name).write_text(text, "utf-8")
         _write_safetensors(partial / "model.safetensors", tensors)
-        os.rename(partial, folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise OSError(
-                f"{folder} was not written ({error}). Free some space, or write to another path."
-            ) from error
-        raise
 
 
 def _find(params: Params, rules: Rules, optional: Collection[str] = ()) -> dict[str, _Tensor]:

@@ -204,6 +204,11 @@ def _read(file: GgufFile, name: str, config: dict[str, Any]) -> np.ndarray:
         return tensor
     # Lanes of a head: [pair, half] in the file, [half, pair] here.
     num_heads = config["num_attention_heads" if rotated[1] == "q" else "num_key_value_heads"]
+    if num_heads < 1 or len(tensor) % (2 * num_heads):
+        raise ValueError(
+            f"{file.path}: {name} has {len(tensor)} rows, wanted pairs for each of {num_heads} "
+            "heads. Fetch the file again."
+        )
     lanes = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
     return lanes.swapaxes(1, 2).reshape(tensor.shape)
 

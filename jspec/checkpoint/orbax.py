@@ -1,6 +1,9 @@
 """Nested dicts of arrays on disk, in Orbax' format: sharded or not, on any number of devices."""
 
+import contextlib
 import logging
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,11 @@ def write(folder: Path, params: Params) -> None:
     Raises:
       OSError: the disk does not take them.
     """
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # each thread of Orbax would print the error, with a traceback
     try:
-        with _checkpointer() as checkpointer:
+        with _quiet(), _checkpointer() as checkpointer:
             checkpointer.save(folder, params)
     except ValueError as error:  # of TensorStore, whatever the system said
-        raise OSError(
-            f"{folder} was not written ({error}). Free some space, or write to another path."
-        ) from error
-    finally:
-        log.setLevel(level)
+        raise OSError(str(error)) from error
 
 
 def read_shapes(folder: Path) -> Params:
@@ -53,6 +49,26 @@ def read(folder: Path, shapes: Params, sharding: jax.sharding.Sharding) -> Param
     )
     with _checkpointer() as checkpointer:
         return checkpointer.restore(folder, template)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps an error that is raised from being printed by each thread, too, with a traceback."""
+    log = logging.getLogger("absl")
+    level, hook = log.level, sys.unraisablehook
+
+    def pass_on(found: Any) -> None:
+        # What TensorStore still wrote after the first error reports to a loop that has ended.
+        if str(found.exc_value) != "Event loop is closed":
+            hook(found)
+
+    log.setLevel(logging.CRITICAL)
+    sys.unraisablehook = pass_on
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        sys.unraisablehook = hook
 
 
 def _checkpointer() -> Any:

@@ -39,10 +39,16 @@ def _run(arguments: argparse.Namespace) -> int:
         method: drafters.without_weights(method, arguments, others=methods) for method in methods
     }
     if not Path(arguments.file).is_file():
-        raise ValueError(f"{arguments.file} is no file: records are read once for each drafter.")
+        raise ValueError(
+            f"{arguments.file} is no file, wanted JSON lines, which are read once for each "
+            "drafter. Write recorded requests to a file, see python -m jspec bench-drafts --help."
+        )
     longest = max((r.num_tokens for r in replay.read_records(arguments.file)), default=0)
     if not longest:
-        raise ValueError(f"{arguments.file} holds no request, wanted one a line.")
+        raise ValueError(
+            f"{arguments.file} holds no request, wanted one a line. Add some, see python -m jspec "
+            "bench-drafts --help."
+        )
     by_method = {
         method: replay.replay(
             replay.read_records(arguments.file),

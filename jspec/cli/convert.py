@@ -12,6 +12,7 @@ import numpy as np
 from jspec import checkpoint, proposers
 from jspec.checkpoint import Model
 from jspec.checkpoint.export import write_folder
+from jspec.checkpoint.new_folder import check_free
 from jspec.cli import drafters, models
 from jspec.config import read_json
 from jspec.loading import load
@@ -72,8 +73,7 @@ def add_to(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     destination = Path(arguments.destination)
-    if destination.exists():
-        raise FileExistsError(f"{destination} exists. Remove it, or write to another path.")
+    check_free(destination)
     if arguments.method is not None:
         proposers.find(arguments.method)
         if arguments.target is None:

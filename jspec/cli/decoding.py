@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from jspec.adaptive import Adaptive
-from jspec.decode import Verification
 from jspec.sampling_params import sampling_params
+from jspec.target import Verification
 
 _SAMPLING = ("temperature", "seed", "top_k", "top_p", "min_p")
 

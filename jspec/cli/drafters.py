@@ -12,6 +12,7 @@ from jspec.cli import models
 from jspec.loading import load
 from jspec.proposers.base import Drafter
 from jspec.saving import restore
+from jspec.suffix import files
 from jspec.tree import Tree
 
 # Options that set a field of a drafter's config; what they are where they are left out, None =
@@ -41,6 +42,7 @@ def without_weights(method: str, arguments: argparse.Namespace, others: Sequence
 
     Raises:
       KeyError: no such method.
+      FileNotFoundError, ValueError: `--warm-start` is no cache of responses.
       ValueError: the method needs weights, or an option was given that has no effect on it, nor on
         one of `others`.
     """
@@ -49,6 +51,8 @@ def without_weights(method: str, arguments: argparse.Namespace, others: Sequence
     _check_effect(arguments, effective, f"--method {method}", options)
     if method == "none":
         return None
+    if arguments.warm_start is not None:
+        files.read(arguments.warm_start)  # a model takes longer
     fields = {}
     for option in options:
         field, default = _OPTIONS[option]

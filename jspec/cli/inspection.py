@@ -10,7 +10,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jspec import checkpoint, proposers
-from jspec.cache import KVCache, init_cache
+from jspec.cache import KVCache
 from jspec.checkpoint import Model, orbax
 from jspec.cli import drafters, models
 from jspec.config import CacheConfig, ModelConfig
@@ -101,14 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def target_memory(config: ModelConfig, params: Params, cache: CacheConfig) -> Memory:
     """Computes what a target and its KV pages take, from shapes."""
-    pages = jax.eval_shape(
-        lambda: init_cache(
-            cache,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
-    )
+    pages = jax.eval_shape(lambda: llama.init_pages(config, cache))
     return Memory(weights=_bytes(params), shared=0, kv_pages=_bytes(pages), buffers=0)
 
 
@@ -152,6 +145,7 @@ def _look(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, P
     ]
     if {"model.embed_tokens.weight", "model.norm.weight"} <= set(opened.names):
         config = ModelConfig.from_hf(opened.config)
+        checkpoint.check_layers(str(path), config.num_layers, opened.names)
         return _target(config, methods), config, llama.abstract_params(config, dtype)
     if not methods:
         raise ValueError(
@@ -180,6 +174,7 @@ def _tables(path: Path, dtype: DTypeLike) -> Model:
         return saved
     opened = checkpoint.read(path)
     config = ModelConfig.from_hf(opened.config)
+    checkpoint.check_layers(str(path), config.num_layers, opened.names)
     params = llama.abstract_params(config, dtype)
     wanted = {"model.embed_tokens.weight": "embed"}
     if not config.tie_embeddings:

@@ -13,7 +13,7 @@ from jspec.saving import restore
 def check_dtype(dtype: str) -> None:
     """Raises ValueError for a `--dtype` that weights cannot have."""
     if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"--dtype is {dtype!r}, wanted float32 or bfloat16.")
+        raise ValueError(f"--dtype is {dtype!r}, wanted float32 or bfloat16. Pass one of them.")
 
 
 def find(option: str, name: str) -> Path:

@@ -216,7 +216,10 @@ def check_prompt(
     except ValueError:  # lists of unequal lengths
         array = np.asarray(tokens, object)
     if array.size == 0:
-        raise ValueError(f"{owner}: the prompt is empty, wanted at least one token.")
+        raise ValueError(
+            f"{owner}: the prompt is empty, wanted at least one token. Leave it out, or start it "
+            "with the model's first token (BOS)."
+        )
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(
             f"{owner}: the prompt is {array.dtype} of shape {array.shape}, wanted token ids [n]. "

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.axes import AnyArray
-from jspec.cache import KVCache
-from jspec.config import ModelConfig
+from jspec.cache import KVCache, init_cache
+from jspec.config import CacheConfig, ModelConfig
 from jspec.models import weights
 from jspec.models.layers import (
     MLP,
@@ -96,6 +96,21 @@ class Llama(nnx.Module):
         """Scores every token after rows of the final norm's output, in float32."""
         head = self.embed if self.config.tie_embeddings else self.head
         return head_logits(hidden, head[...])
+
+
+def init_pages(config: ModelConfig, cache: CacheConfig) -> KVCache:
+    """Allocates the KV pages of a decoder: an empty cache of its layers and heads.
+
+    Args:
+      config: shape of the decoder.
+      cache: pages, slots per page and element type.
+    """
+    return init_cache(
+        cache,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
 
 
 def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:

@@ -20,7 +20,11 @@ from jspec.models.layers import Place, Rules, head_logits
 from jspec.rope import check_above_0
 from jspec.state import Params
 
-_HEAD = re.compile(r"(?:blocks\.|lm_heads\.)?(\d+)\.")
+_HEAD = re.compile(
+    r"blocks\.(\d+)\.layers\.\d+\.(?:weight|bias)"
+    r"|lm_heads\.(\d+)\.weight"
+    r"|(\d+)\.\d+\.(?:weight|linear\.(?:weight|bias))"
+)
 _BLOCK = re.compile(r"(?:blocks\.\d+\.layers\.(\d+)|\d+\.(\d+)\.linear)\.weight")
 TOKEN_MAP = "token_map"
 """Tensor with the target's id of each row of a truncated head."""
@@ -161,21 +165,23 @@ def short_name(name: str) -> str:
 
 def is_head(name: str, num_layers: int) -> bool:
     """Tells whether a tensor is an output matrix, in either layout."""
-    return name.startswith(("lm_head.", "lm_heads.")) or bool(
-        re.fullmatch(rf"\d+\.{num_layers}\.weight", name)
-    )
+    return bool(re.fullmatch(rf"(?:lm_head|lm_heads\.\d+|\d+\.{num_layers})\.weight", name))
 
 
 def count_heads(names: Collection[str]) -> int:
     """Counts the heads that tensors belong to; 0 where none is of a head."""
-    found = [match for name in names if (match := _HEAD.match(name))]
-    return max((int(match[1]) + 1 for match in found), default=0)
+    return len({_head_of(name) for name in names} - {None})
 
 
 def count_layers(names: Collection[str]) -> int:
     """Counts the residual blocks of a head; 0 where the tensors have none."""
     found = [match for name in names if (match := _BLOCK.fullmatch(name))]
-    return max((int(match[1] or match[2]) + 1 for match in found), default=0)
+    return len({int(match[1] or match[2]) for match in found})
+
+
+def _head_of(name: str) -> int | None:
+    match = _HEAD.fullmatch(name)
+    return None if match is None else int(next(filter(None, match.groups())))
 
 
 def rules(config: HeadsConfig, names: Collection[str]) -> Rules:
@@ -193,8 +199,7 @@ def rules(config: HeadsConfig, names: Collection[str]) -> Rules:
         blocks, head = "{}.{}.linear", f"{{}}.{config.num_layers}.weight"
     table: Rules = {TOKEN_MAP: None}
     for name in names:
-        match = _HEAD.match(name)
-        if match and int(match[1]) >= config.num_heads:
+        if (_head_of(name) or 0) >= config.num_heads:
             table[name] = None
     for i in range(config.num_heads):
         path = ("heads", str(i))

@@ -76,6 +76,69 @@ def for_each_cell(
     return tuple(x.reshape(out.shape) for x, out in zip(results, outputs, strict=True))
 
 
+def for_each_program(
+    kernel: Callable[..., None],
+    num_programs: int,
+    inputs: Sequence[jax.Array],
+    outputs: tuple[jax.ShapeDtypeStruct, ...],
+    *,
+    name: str,
+    how: Literal["triton", "interpret"],
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Any:
+    """Runs `kernel(program, *input_refs, *output_refs)` for each program in [0, num_programs).
+
+    A program works on blocks, which it reads and writes by `load` and `store`: whole arrays lie
+    behind the refs, in the shapes that they have. Sizes of blocks are powers of two.
+
+    Args:
+      kernel: writes each element of the outputs in one of its programs.
+      num_programs: at least 1.
+      inputs: arrays of any shape.
+      outputs: shapes and dtypes.
+      name: what a profile shows, "jspec_..." by convention.
+      how: the road.
+      num_warps: threads of a program, in units of 32.
+      num_stages: rounds of a loop whose loads are in flight together.
+
+    Returns:
+      A tuple of arrays like `outputs`.
+    """
+    from jax.experimental import pallas as pl
+
+    return _triton(
+        lambda *refs: kernel(pl.program_id(0), *refs),
+        num_programs,
+        inputs,
+        outputs,
+        name,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        interpret=how == "interpret",
+    )
+
+
+def load(block: Any, mask: jax.Array) -> jax.Array:
+    """Reads the elements of a block of a ref where `mask` holds; 0 elsewhere.
+
+    Args:
+      block: `ref.at[...]` with an index along each axis, arrays that broadcast among them: the
+        interpreter has no masked access by a mix of arrays and slices.
+      mask: likewise.
+    """
+    from jax.experimental.pallas import triton as pltriton
+
+    return pltriton.load(block, mask=mask, other=0)
+
+
+def store(block: Any, value: jax.Array, mask: jax.Array) -> None:
+    """Writes a block of a ref where `mask` holds; see `load`."""
+    from jax.experimental.pallas import triton as pltriton
+
+    pltriton.store(block, value, mask=mask)
+
+
 def _mosaic(kernel, num_cells: int, inputs: list, outputs: list, name: str):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -94,11 +157,6 @@ def _mosaic(kernel, num_cells: int, inputs: list, outputs: list, name: str):
 
 def _vectors(kernel, num_cells: int, inputs: list, outputs: list, name: str, *, interpret: bool):
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as pltriton
-
-    # JAX deprecated this lowering in 0.11 and warns when the call is lowered, which is after this
-    # function has returned. benchmarks/ops.py says what it is worth.
-    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
     block = min(_BLOCK, pl.next_power_of_2(num_cells))
 
@@ -106,15 +164,48 @@ def _vectors(kernel, num_cells: int, inputs: list, outputs: list, name: str, *, 
         lane = jax.lax.broadcasted_iota(jnp.int32, (block,), 0)
         kernel(jnp.minimum(pl.program_id(0) * block + lane, num_cells - 1), *refs)
 
-    body.__name__ = name
+    return _triton(
+        body,
+        pl.cdiv(num_cells, block),
+        inputs,
+        outputs,
+        name,
+        num_warps=max(1, block // 32),
+        num_stages=1,
+        interpret=interpret,
+    )
+
+
+def _triton(
+    body: Callable[..., None],
+    num_programs: int,
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    name: str,
+    *,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+) -> Any:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as pltriton
+
+    # JAX deprecated this lowering in 0.11 and warns when the call is lowered, which is after this
+    # function has returned. benchmarks/ops.py says what it is worth.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+
+    def named(*refs):
+        body(*refs)
+
+    named.__name__ = name
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        body,
+        named,
         out_shape=outputs,
-        grid=(pl.cdiv(num_cells, block),),
+        grid=(num_programs,),
         in_specs=[whole] * len(inputs),
         out_specs=[whole] * len(outputs),
-        compiler_params=pltriton.CompilerParams(num_warps=max(1, block // 32), num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
     )(*inputs)

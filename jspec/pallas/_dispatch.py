@@ -23,6 +23,11 @@ _WINNERS: dict[str, dict[str, Choice]] = {
     },
 }
 
+# Ops whose kernel wins on every GPU that Triton compiles for: a plain loop of traced length makes
+# the host wait for the device in each of its rounds.
+_WINNERS_ON_CUDA: dict[str, Choice] = {"paged_attention": "triton"}
+_TRITON_NEEDS = 8  # major compute capability
+
 _AXES = {
     "B": "requests",
     "T": "flat tokens",
@@ -30,6 +35,8 @@ _AXES = {
     "M": "pages a request",
     "R": "memory rows",
     "S": "tokens a row",
+    "G": "tiles",
+    "E": "query rows a tile",
 }
 
 
@@ -42,7 +49,8 @@ def choose(impl: Impl, op: str, *, num_cells: int, fits: bool = True, why: str =
     """Decides at trace time which implementation of an op runs.
 
     Args:
-      impl: "auto" takes the measured winner on the default device's kind; XLA where that is no GPU.
+      impl: "auto" takes the winner on the default device: measured for its kind, or the same on
+        every CUDA GPU; XLA elsewhere.
       op: name of the op.
       num_cells: what a kernel would run over; without any there is nothing to launch.
       fits: whether the kernel handles these sizes.
@@ -61,8 +69,12 @@ def choose(impl: Impl, op: str, *, num_cells: int, fits: bool = True, why: str =
         return "xla"
     device = _default_device()
     if impl == "auto":
-        winner = _WINNERS.get(device.device_kind, {}).get(op, "xla")
-        return winner if fits and num_cells else "xla"
+        if not fits or not num_cells:
+            return "xla"
+        winner = _WINNERS.get(device.device_kind, {}).get(op)
+        if winner is None and op in _WINNERS_ON_CUDA and _is_cuda(device):
+            winner = _WINNERS_ON_CUDA[op]
+        return winner or "xla"
     if not fits:
         raise NotImplementedError(
             f'{op}: impl="{impl}" does not handle {why}. Pass impl="xla" or "auto".'
@@ -75,6 +87,14 @@ def choose(impl: Impl, op: str, *, num_cells: int, fits: bool = True, why: str =
     if num_cells == 0:
         return "xla"
     return "interpret" if impl == "interpret" else _backend.lowering()
+
+
+def _is_cuda(device: Any) -> bool:
+    """Says whether Triton compiles for a device; an AMD one has a capability like "gfx942"."""
+    if device.platform != "gpu":
+        return False
+    major = str(device.compute_capability).partition(".")[0]
+    return major.isdigit() and int(major) >= _TRITON_NEEDS
 
 
 def _default_device():

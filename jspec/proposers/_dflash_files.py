@@ -40,6 +40,9 @@ _REFINE = {
     "selector_top_k": "top_k",
 }
 
+_WIDEST = 1 << 30
+"""A window that hides nothing: positions and it add up to an int32."""
+
 _SETTINGS = {
     *("mask_token_id", "target_layer_ids", "eagle_aux_hidden_state_layer_ids"),
     *("use_aux_hidden_state", "causal", "use_swa", "swa_window_size", "block_size"),
@@ -294,6 +297,7 @@ def _sights(hf: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
                 "dflash_config.swa_window_size, or sliding_window, in config.json."
             )
         check_at_least("dflash", 1, sliding_window=window)
+        window = min(window, _WIDEST)
     forced = hf.get("is_causal")
     if forced is None:
         forced = section(hf, "dflash_config").get("causal")

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec import metadata, sampling
 from jspec.axes import PAD_SLOT, PAD_TOKEN
@@ -129,7 +129,7 @@ def chain(
         first = token, probs, take(rows.view.slots, last)
 
     # A request without a kept token runs as if past the limit: it writes nothing.
-    live = batch.num_valid > 0
+    live = is_live(batch)
     position = jnp.where(live, take(rows.view.positions, last), max_model_len)
     axes = None if rows.view.axes is None else take(rows.view.axes.T, last).T  # [3, B]
     seq_lens = batch.seq_lens - batch.num_rejected + (0 if shift else 1)
@@ -293,6 +293,11 @@ def next_position(batch: Batch) -> Int[Array, "B"]:
     return take(jnp.asarray(index), batch.last_index) + 1
 
 
+def is_live(batch: Batch) -> Bool[Array, "B"]:
+    """Whether a request drafts: it kept a token, and that has a place."""
+    return (batch.num_valid > 0) & (next_position(batch) > 0)
+
+
 def take(x: Array, index: Array) -> Array:
     """Reads rows of x by indices that lie inside."""
     return jnp.asarray(x).at[index].get(mode="clip", wrap_negative_indices=False)
@@ -326,7 +331,7 @@ def kept_drafts(
     columns = tokens.shape[1]
     num_stored = jnp.cumprod(slots >= 0, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     count = jnp.clip(max_model_len - 1 - next_position(batch), 0, num_stored)
-    count = jnp.where(batch.num_valid > 0, count, 0)
+    count = jnp.where(is_live(batch), count, 0)
     kept = jnp.arange(columns, dtype=jnp.int32)[None] < count[:, None]
     return Drafts(
         tokens=jnp.where(kept, tokens, PAD_TOKEN),

@@ -91,7 +91,7 @@ def in_turn(
         return memory, _draft.no_drafts(models[0], config, batch)
 
     # As in a chain: a request without a kept token runs as if past the limit.
-    live = batch.num_valid > 0
+    live = _draft.is_live(batch)
     position = jnp.where(live, take(rows.view.positions, last), max_model_len)
     axes = None if rows.view.axes is None else take(rows.view.axes.T, last)  # [B, 3]
     seq_lens = batch.seq_lens - batch.num_rejected

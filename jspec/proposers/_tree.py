@@ -122,7 +122,7 @@ def draft_tree(
         none = jnp.zeros((num_requests, 0), jnp.int32)
         count = jnp.zeros(num_requests, jnp.int32)
         return cache, Drafts(tokens=none, num_drafts=count, parents=none)
-    live = batch.num_valid > 0
+    live = _draft.is_live(batch)
     start = _Start(
         live=live,
         position=take(rows.view.positions, last),

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from jspec import metadata
 from jspec.axes import PAD_SLOT
-from jspec.cache import KVCache, init_cache
-from jspec.checkpoint import Checkpoint, Model
+from jspec.cache import KVCache
+from jspec.checkpoint import Checkpoint, Model, check_layers
 from jspec.config import CacheConfig, check_at_least
 from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass_dflash
-from jspec.models import dflash
+from jspec.models import dflash, llama
 from jspec.models.dflash import BlockConfig
 from jspec.models.layers import Rules
 from jspec.proposers import _dflash_files, _draft
@@ -74,13 +74,7 @@ class DFlashConfig(DraftingConfig):
 def init(config: DFlashConfig, params: Params, cache: CacheConfig, max_requests: int) -> KVCache:
     """Allocates the drafter's own KV pages, one for each of the target's."""
     del params, max_requests
-    decoder = config.model.decoder
-    return init_cache(
-        cache,
-        num_layers=decoder.num_layers,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-    )
+    return llama.init_pages(config.model.decoder, cache)
 
 
 def propose(
@@ -118,7 +112,7 @@ def propose(
         return memory, _draft.no_drafts(_vocabulary(config, params), config, batch)
 
     # 2. The block. It ends before the first row without a slot: no row may see what lies there.
-    live = batch.num_valid > 0
+    live = _draft.is_live(batch)
     slots = jnp.where(live[:, None], rows.metadata.slots.reshape(B, W), PAD_SLOT)
     stored = jnp.cumprod(slots >= 0, axis=1, dtype=jnp.int32)  # [B, W]
     slots = jnp.where(stored > 0, slots, PAD_SLOT)
@@ -216,6 +210,7 @@ def load(
     refuse_axes("dflash", target.config)
     _dflash_files.check_files(checkpoint.files)
     hf = _dflash_files.plain(checkpoint.config)
+    check_layers("dflash", hf.get("num_hidden_layers"), checkpoint.names)
     names = [dflash.rename(name) for name in checkpoint.names]
     config = DFlashConfig(
         num_drafts=_dflash_files.num_drafts(hf) if num_drafts is None else num_drafts,

@@ -13,7 +13,7 @@ import jax
 from jax import Array
 from jax.typing import DTypeLike
 
-from jspec.cache import KVCache, init_cache
+from jspec.cache import KVCache
 from jspec.checkpoint import Checkpoint, Model, as_model
 from jspec.config import CacheConfig, ModelConfig, check_at_least
 from jspec.models import llama
@@ -81,13 +81,7 @@ def init(
 ) -> KVCache:
     """Allocates the drafter's own KV pages, one for each of the target's."""
     del params, max_requests
-    model = config.model
-    return init_cache(
-        cache,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-    )
+    return llama.init_pages(config.model, cache)
 
 
 def propose(

@@ -13,11 +13,11 @@ from typing import Any, Literal
 from jax import Array
 from jax.typing import DTypeLike
 
-from jspec.cache import KVCache, init_cache
-from jspec.checkpoint import Checkpoint, Model, assemble
+from jspec.cache import KVCache
+from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig
-from jspec.models import eagle
+from jspec.models import eagle, llama
 from jspec.models.eagle import EagleModelConfig
 from jspec.models.layers import Place
 from jspec.proposers import _draft
@@ -63,13 +63,7 @@ class EagleConfig(TreeDraftingConfig):
 def init(config: EagleConfig, params: Params, cache: CacheConfig, max_requests: int) -> KVCache:
     """Allocates the head's own KV pages, one for each of the target's."""
     del params, max_requests
-    model = config.model
-    return init_cache(
-        cache,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-    )
+    return llama.init_pages(config.model, cache)
 
 
 def draft_model(config: EagleConfig, params: Params) -> DraftModel:
@@ -156,6 +150,7 @@ def load(
     model = EagleModelConfig.from_hf(checkpoint.config)
     model = dataclasses.replace(model, fc_bias="fc.bias" in checkpoint.names)
     _check_fits(model, target, checkpoint.names)
+    check_layers("eagle", model.num_layers, checkpoint.names)
     own = next((tensor for name, tensor in checkpoint.tensors() if name == _EMBED), None)
     if own is not None and own.shape != (model.vocab_size, model.hidden_size):
         raise ValueError(

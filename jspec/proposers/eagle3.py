@@ -16,11 +16,11 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jspec.cache import KVCache, init_cache
-from jspec.checkpoint import Checkpoint, Model, assemble
+from jspec.cache import KVCache
+from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig, ModelConfig
-from jspec.models import eagle3
+from jspec.models import eagle3, llama
 from jspec.models.eagle3 import Eagle3ModelConfig
 from jspec.models.layers import Place
 from jspec.models.llama import HiddenId
@@ -134,13 +134,7 @@ class Eagle3Config(TreeDraftingConfig):
 def init(config: Eagle3Config, params: Params, cache: CacheConfig, max_requests: int) -> KVCache:
     """Allocates the head's own KV pages, one for each of the target's."""
     del params, max_requests
-    model = config.model
-    return init_cache(
-        cache,
-        num_layers=model.decoder.num_layers,
-        num_kv_heads=model.decoder.num_kv_heads,
-        head_dim=model.decoder.head_dim,
-    )
+    return llama.init_pages(config.model.decoder, cache)
 
 
 def draft_model(config: Eagle3Config, params: Params) -> DraftModel:
@@ -247,6 +241,7 @@ def load(
     if tree is not None:
         refuse_axes("eagle3 with a tree", target.config)
     model = config.model
+    check_layers("eagle3", model.decoder.num_layers, checkpoint.names)
     apart = {name: tensor for name, tensor in checkpoint.tensors() if name in _APART}
     _check_fits(config, target, apart)
     template = eagle3.abstract_params(model, dtype)

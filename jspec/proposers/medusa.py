@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.axes import PAD_TOKEN
-from jspec.checkpoint import Checkpoint, Model, assemble
+from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig, check_at_least, flag
 from jspec.models import medusa
@@ -127,7 +127,7 @@ def propose(
     tokens, probs, depths = guess(config, params, hidden, batch, columns)
     # A draft is kept where its path still fits: a prefix, as the deeper ones come later.
     room = memory.max_model_len - 1 - _draft.next_position(batch)  # [B]
-    kept = (depths[None] <= room[:, None]) & (batch.num_valid > 0)[:, None]  # [B, K]
+    kept = (depths[None] <= room[:, None]) & _draft.is_live(batch)[:, None]  # [B, K]
     parents = None if config.tree is None else config.tree.parents[None, :columns]  # [1, K]
     memory = Memory(num_steps=memory.num_steps + 1, max_model_len=memory.max_model_len)
     return memory, Drafts(
@@ -270,6 +270,7 @@ def _heads_config(
     """Reads the heads' shape off config.json and, where that is silent, the tensors."""
     found = medusa.count_heads(names)
     num_layers = _number(config, "layers") or medusa.count_layers(names)
+    check_layers("medusa", num_layers, names)
     num_heads = tree.depth if tree else num_drafts or _number(config, "heads") or found
     if num_heads > found:
         what = f"`tree` has {num_heads} levels" if tree else f"`num_drafts` is {num_heads}"

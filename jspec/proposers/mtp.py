@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeAlias
 from jax import Array
 from jax.typing import DTypeLike
 
-from jspec.cache import KVCache, init_cache
-from jspec.checkpoint import Checkpoint, Model, assemble
+from jspec.cache import KVCache
+from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig, ModelConfig, check_at_least
-from jspec.models import mtp
+from jspec.models import llama, mtp
 from jspec.models.layers import Place
 from jspec.models.llama import HiddenId
 from jspec.proposers import _draft, _in_turn
@@ -58,12 +58,7 @@ class MTPConfig(DraftingConfig):
 def init(config: MTPConfig, params: Params, cache: CacheConfig, max_requests: int) -> Memory:
     """Allocates the modules' own KV pages, one for each of the target's."""
     model = config.model
-    pages = init_cache(
-        cache,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-    )
+    pages = llama.init_pages(model, cache)
     if model.num_layers == 1:
         return pages
     return _in_turn.init(
@@ -165,6 +160,7 @@ def load(
     model = ModelConfig.from_hf({**config, **shape})
     model = dataclasses.replace(model, tie_embeddings=False)
     _check_fits(model, target)
+    check_layers("mtp", num_modules, checkpoint.names)
     if hidden_layer is None:
         hidden_layer = target.config.num_layers
     if hidden_layer != "norm" and hidden_layer not in range(target.config.num_layers + 1):

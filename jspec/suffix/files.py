@@ -48,8 +48,14 @@ def read(path: str | PathLike[str]) -> dict[Hashable, Int32[np.ndarray, "n"]]:
     """Reads what `write` wrote.
 
     Raises:
+      FileNotFoundError: no file is there.
       ValueError: the file is none of ours or damaged.
     """
+    if not os.path.isfile(path):
+        raise FileNotFoundError(
+            f"load: {os.fspath(path)!r} is no file. Pass one that SuffixDecodingCache.save wrote, "
+            "or start without one."
+        )
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in ("format", "ids", "lengths", "tokens")}

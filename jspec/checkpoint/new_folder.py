@@ -1,0 +1,66 @@
+"""New folders on disk that are there whole or not at all."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+
+
+def check_free(path: str | PathLike[str]) -> None:
+    """Checks that a folder can be made, before what it will hold is computed.
+
+    Args:
+      path: of the folder; its parents are made, too.
+
+    Raises:
+      FileExistsError: something is there. NotADirectoryError: a parent is a file. PermissionError:
+        nothing can be made in the nearest parent.
+    """
+    path = Path(path).absolute()
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} exists. Remove it, or write to another path.")
+    above = next(parent for parent in path.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise NotADirectoryError(
+            f"{path} cannot be made: {above} is no folder. Write to another path."
+        )
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{path} cannot be made: {above} is not yours to write. Write to another path."
+        )
+
+
+@contextlib.contextmanager
+def new_folder(path: str | PathLike[str]) -> Iterator[Path]:
+    """Gives an empty folder to fill, which takes the place of `path` when all went well.
+
+    Work that is cut short may leave a hidden folder, `.<name>.partial`. The next one to the same
+    path removes it.
+
+    Args:
+      path: of the folder to make; its parents are made, too.
+
+    Raises:
+      OSError: something is at `path`, or the disk does not take what is written.
+
+    Example:
+      with new_folder("saved") as folder:
+        (folder / "config.json").write_text("{}")
+    """
+    path = Path(path).absolute()
+    check_free(path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+        partial.mkdir(parents=True)
+        yield partial
+        os.rename(partial, path)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(
+                f"{path} was not written ({error}). Free some space, or write to another path."
+            ) from error
+        raise

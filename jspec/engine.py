@@ -1,0 +1,277 @@
+"""The loop: target -> verify -> step, over a batch that requests enter and leave.
+
+Schedules on the host, runs two executables a step (`target_step`, `jspec.step`) and reads their
+tokens once.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jspec import api, proposers, scheduling
+from jspec.adaptive import Adaptive, BatchSizeSchedule
+from jspec.axes import PAD_SLOT
+from jspec.checkpoint import Model
+from jspec.config import Buckets, CacheConfig
+from jspec.metrics import SpecDecodingStats
+from jspec.models import llama
+from jspec.sampling_params import sampling_params
+from jspec.scheduling import Generation, OnTokens, Scheduler
+from jspec.state import Drafts, Params, Scheduled, State, Verified
+from jspec.target import DraftProbs, Ran, Verification, target_step, widen
+
+_MEASUREMENTS = 5
+"""Of each shape, before the first step of a loop that wants to know what they take."""
+
+
+@dataclass
+class Report:
+    """What a run produced and what it took.
+
+    Attributes:
+      generations: one per prompt, in their order.
+      stats: drafts, drafted and accepted tokens, accepted by position.
+      num_steps: passes of the target.
+      seconds: wall clock from the first pass to the last token.
+      prompt_seconds: part of `seconds` in passes that read a chunk of some prompt.
+      prompt_tokens: tokens that those passes gave, such as the first of each prompt.
+      draft_seconds: part of `seconds` in drafting calls (for device drafters: their dispatch).
+    """
+
+    generations: list[Generation]
+    stats: SpecDecodingStats
+    num_steps: int = 0
+    seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    prompt_tokens: int = 0
+    draft_seconds: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Counts the generated tokens."""
+        return sum(len(generation.tokens) for generation in self.generations)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Divides the tokens of the passes that read no prompt by the time of these passes."""
+        seconds = self.seconds - self.prompt_seconds
+        return (self.num_tokens - self.prompt_tokens) / max(seconds, 1e-9)
+
+
+class Engine:
+    """Decodes a list of prompts: admits what fits, steps, releases what ends.
+
+    Args, Raises: as `generate`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Iterable[Sequence[int]],
+        config: Any,
+        params: Params = None,
+        *,
+        max_tokens: int,
+        max_requests: int = 8,
+        cache: CacheConfig | None = None,
+        chunk_size: int = 64,
+        stop_ids: Sequence[int] | None = None,
+        drafting: Adaptive | BatchSizeSchedule | None = None,
+        verification: Verification = "match",
+        **numbers: Any,
+    ):
+        proposer = proposers.of(config)
+        self.on_host = proposer.kind == "host"
+        reads = proposer.reads(config)
+        self.hidden_layers, self.drafts_sampled = reads.hidden_layers, reads.sampling
+        tree = proposer.tree(config)
+        self.tree_depth = None if tree is None else tree.depth
+        prompts = list(prompts)
+        self.sampling = sampling_params("generate", len(prompts), **numbers)
+        self.verification: Verification = verification
+        _check_verification(verification, proposer.name, self.tree_depth)
+        if reads.sampling and self.sampling is None:
+            raise ValueError(
+                f"generate: `temperature` is None, and {proposer.name} samples its drafts "
+                "(draft_sampling='probabilistic'). Pass a temperature, 0 for greedy decoding, or "
+                "choose draft_sampling='greedy'."
+            )
+        limits = scheduling.limits(
+            *(model, prompts, max_tokens, max_requests, cache, chunk_size),
+            vocab_size=config.vocab_size,
+        )
+        self.model = model
+        self.device = api.device_of(model.params)
+        self.scheduler = Scheduler(
+            prompts,
+            limits,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            num_drafts=config.num_drafts,
+            chunk_size=chunk_size,
+            stop_ids=model.stop_ids if stop_ids is None else stop_ids,
+            tree_depth=self.tree_depth,
+            drafting=drafting,
+        )
+        with jax.default_device(self.device):
+            self.state: State = api.init(config, params, cache=limits, max_requests=max_requests)
+            # Committed, as what the steps return: warmed steps then never compile again.
+            self.cache = jax.device_put(llama.init_pages(model.config, limits), self.device)
+            self.draft_probs = None
+            if reads.sampling and verification != "match":
+                shape = (max_requests, config.num_drafts, model.config.vocab_size)
+                slot = jnp.full(max_requests, PAD_SLOT, jnp.int32)
+                nothing = DraftProbs(jnp.zeros(shape, jnp.float32), slot)
+                self.draft_probs = jax.device_put(nothing, self.device)
+        self.report = Report(self.scheduler.generations, self.scheduler.stats)
+
+    def warmup(self) -> None:
+        """Compiles every shape that the loop runs, with no request in it; measures them if asked.
+
+        The drafter has an executable for each number of rows and of drafts, the target one for each
+        number of rows: 3 * 1 and 3 without `drafting`, 4 * 3 and 4 with `Adaptive()`.
+        """
+        scheduler = self.scheduler
+        most, levels = self.state.config.num_drafts, scheduler.policy.levels
+        buckets = Buckets(
+            requests=(scheduler.max_requests,),
+            tokens=tuple(sorted({num_rows for num_rows, _ in scheduler.shapes})),
+            num_drafts=tuple(level for level in levels if level < most),
+            hidden_dtype=self.model.params["embed"].dtype.name,
+        )
+        api.warmup(self.state, buckets)
+        for num_rows, width in scheduler.shapes:
+            self._run_target(self._put(scheduler.pack([], num_rows)), width)
+        if self.draft_probs is not None:
+            for level in levels:
+                widen(self.draft_probs.probs[:, :level], most)
+        if not scheduler.policy.has_costs:
+            self._measure()
+
+    def _measure(self) -> None:
+        """Times passes without a request in them, in turns, so that noise meets all alike."""
+        scheduler = self.scheduler
+        levels, shapes = scheduler.policy.levels, scheduler.shapes[:-1]
+        passes, drafts = defaultdict(list), defaultdict(list)
+        for _ in range(_MEASUREMENTS):
+            scheduler.num_drafts = levels[0]
+            for num_rows, width in shapes:
+                begin = time.perf_counter()
+                self._run(scheduler.pack([], num_rows), width)
+                passes[num_rows].append(time.perf_counter() - begin)
+            for level in levels:
+                scheduler.num_drafts = level
+                # A host drafter takes the same time for fewer drafts: it cuts what it found.
+                drafts[level].append(0.0 if self.on_host else self._time_drafter())
+        median = {level: statistics.median(seconds) for level, seconds in drafts.items()}
+        extra = {level: seconds - median[levels[0]] for level, seconds in median.items()}
+        scheduler.policy.take_costs(passes, extra)
+        self.report.draft_seconds = 0.0
+
+    def _time_drafter(self) -> float:
+        num_rows, width = self.scheduler.shapes[0]
+        scheduled = self._put(self.scheduler.pack([], num_rows))
+        verified, ran = jax.block_until_ready(self._run_target(scheduled, width))
+        begin = time.perf_counter()
+        self._draft(ran.join(scheduled, sampling=self.drafts_sampled), verified)
+        jax.block_until_ready(self.state.memory)
+        return time.perf_counter() - begin
+
+    def run(self, on_tokens: OnTokens | None = None) -> Report:
+        """Steps until every prompt is done."""
+        if not self.scheduler.policy.has_costs:
+            self.warmup()
+        begin = time.perf_counter()
+        while self.step(on_tokens):
+            pass
+        self.report.seconds = time.perf_counter() - begin
+        return self.report
+
+    def step(self, on_tokens: OnTokens | None = None) -> bool:
+        """Runs one pass of the target and one of the drafter; False when all prompts are done."""
+        if not self.scheduler.policy.has_costs:
+            self.warmup()
+        begin = time.perf_counter()
+        for request in self.scheduler.admit():
+            self.state = api.admit(self.state, request.slot, request.tokens)
+        if not self.scheduler.running:
+            return False
+        rows, (num_rows, width) = self.scheduler.schedule()
+        has_prompt = any(len(row.token_ids) - row.num_drafts > 1 for row in rows)
+        verified, drafts = self._run(self.scheduler.pack(rows, num_rows), width)
+        if not has_prompt:
+            seconds = time.perf_counter() - begin
+            self.scheduler.policy.clock(num_rows, self.scheduler.num_drafts, seconds)
+        num_tokens, ended = self.scheduler.keep(rows, verified.tokens, drafts, on_tokens)
+        for slot in ended:
+            self.state = api.release(self.state, slot)
+        self.report.num_steps += 1
+        if has_prompt:
+            self.report.prompt_seconds += time.perf_counter() - begin
+            self.report.prompt_tokens += num_tokens
+        return True
+
+    def _run(self, scheduled: Scheduled, width: int) -> tuple[Verified, Drafts]:
+        """Runs the target, then the drafter; brings both results to the host."""
+        on_device = self._put(scheduled)
+        verified, ran = self._run_target(on_device, width)
+        if self.on_host:
+            verified = jax.device_get(verified)
+            return verified, self._draft(scheduled, verified)
+        drafts = self._draft(ran.join(on_device, sampling=self.drafts_sampled), verified)
+        if self.draft_probs is not None:
+            probs = widen(drafts.probs, self.state.config.num_drafts)
+            self.draft_probs = DraftProbs(probs, on_device.request_slot)
+        drafts = dataclasses.replace(drafts, probs=None)
+        return jax.device_get((verified, drafts))  # the one read of a step
+
+    def _put(self, scheduled: Scheduled) -> Scheduled:
+        """Brings a step to the device, with what its requests are sampled by."""
+        if self.sampling is not None:
+            slots = scheduled.request_slot[scheduled.request_slot != PAD_SLOT]
+            running = self.scheduler.running
+            scheduled = self.sampling.join(scheduled, [running[int(s)].index for s in slots])
+        return jax.device_put(scheduled, self.device)
+
+    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, Ran]:
+        verified, ran, self.cache = target_step(
+            self.model.config,
+            self.model.params,
+            self.cache,
+            scheduled,
+            width=width,
+            columns=self.scheduler.width,
+            hidden_layers=self.hidden_layers,
+            tree_depth=self.tree_depth,
+            verification=self.verification,
+            draft_probs=self.draft_probs,
+        )
+        return verified, ran
+
+    def _draft(self, scheduled: Scheduled, verified: Verified) -> Drafts:
+        begin = time.perf_counter()
+        self.state, drafts = api.step(
+            self.state, scheduled, verified, num_drafts=self.scheduler.num_drafts
+        )
+        self.report.draft_seconds += time.perf_counter() - begin
+        return drafts
+
+
+def _check_verification(verification: str, method: str, tree_depth: int | None) -> None:
+    choices = get_args(Verification)
+    if verification not in choices:
+        raise ValueError(
+            f"generate: `verification` is {verification!r}, wanted one of {', '.join(choices)}."
+        )
+    if tree_depth is not None and verification != "match":
+        raise ValueError(
+            f"generate: `verification` is {verification!r}, and {method} drafts trees, which are "
+            "verified by 'match' alone. Choose that, or a drafter with tree=None."
+        )

@@ -1,0 +1,113 @@
+"""The recorded `propose` calls with the recordings' toy model, through torch tensors."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from jspec import proposers  # noqa: E402
+from jspec.proposers.base import Proposer, Reads  # noqa: E402
+from tests import test_draft_loop  # noqa: E402
+from tests.test_draft_loop import NAMES, Case, assert_as_recorded  # noqa: E402
+from tests.torch_runner import CommonAttentionMetadata, vllm_config  # noqa: E402
+from torch_bridge import EagleProposer  # noqa: E402
+
+pytestmark = pytest.mark.any_device
+
+DEVICE = torch.device("cuda:0" if jax.default_backend() == "gpu" else "cpu")
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """Names a recorded call, whose model drafts."""
+
+    name: str
+    num_drafts: int
+    vocab_size: int
+
+    @classmethod
+    def tiny(cls):
+        """Returns the first recorded call."""
+        return cls(NAMES[0], 1, 1)
+
+
+TOY = Proposer(
+    name="toy",
+    Config=ToyConfig,
+    init=lambda config, params, cache, max_requests: (),
+    propose=lambda config, params, memory, batch, columns: test_draft_loop.propose(
+        Case(config.name), batch, steps=columns
+    ),
+    reads=lambda config: Reads(
+        hidden_layers=(0,) if Case(config.name).shift else (), hidden_size=3
+    ),
+)
+
+
+class ToyProposer(EagleProposer):
+    """The class under test, which lets the toy model draft."""
+
+    methods = ("toy",)
+
+
+def run(name, monkeypatch, **arguments):
+    """Makes the recorded call; returns (what the model saw, drafts)."""
+    case = Case(name)
+    monkeypatch.setitem(proposers.REGISTRY, "toy", TOY)
+    num_drafts = case.num_speculative_tokens
+    config = vllm_config(
+        *("toy", num_drafts),
+        max_model_len=case.max_model_len,
+        page_size=case.block_size,
+        max_requests=8,
+    )
+    proposer = ToyProposer(config, DEVICE)
+    proposer.set_drafter(ToyConfig(name, num_drafts, case.vocab_size), None)
+    tensors = {
+        key: torch.tensor(value, device=DEVICE)
+        for key, value in case.inputs.items()
+        if ".out." not in key and key != "parallel_drafting_hidden_state"
+    }
+    start = torch.tensor(case.start)
+    cad = CommonAttentionMetadata(
+        query_start_loc=tensors.pop("query_start_loc"),
+        query_start_loc_cpu=start,
+        seq_lens=tensors.pop("seq_lens"),
+        num_reqs=case.num_requests,
+        num_actual_tokens=int(start[-1]),
+        max_query_len=int(start.diff().max()),
+        max_seq_len=int(case.inputs["seq_lens"].max()),
+        block_table_tensor=tensors.pop("block_table"),
+        slot_mapping=tensors.pop("slot_mapping"),
+    )
+    lengths = cad.seq_lens.clone()
+    drafts = proposer.propose(
+        token_indices_to_sample=tensors.pop("token_indices_to_sample", None),
+        num_rejected_tokens_gpu=tensors.pop("num_rejected_tokens", None),
+        common_attn_metadata=cad,
+        sampling_metadata=None,
+        **tensors,
+        **arguments,
+    )
+    assert torch.equal(cad.seq_lens, lengths), "the caller's lengths were counted up"
+    record = jax.tree.map(np.asarray, proposer._memory)
+    tokens = drafts.cpu().numpy()
+    return record, SimpleNamespace(tokens=tokens, num_drafts=(tokens >= 0).sum(axis=1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_forward_and_draft_is_as_recorded(name, monkeypatch):
+    record, drafts = run(name, monkeypatch)
+    assert drafts.tokens.dtype == np.int64
+    assert_as_recorded(Case(name), record, drafts)
+
+
+@pytest.mark.parametrize("name", test_draft_loop.ONE_OF_EACH_PATH)
+def test_a_smaller_number_of_drafts_is_a_prefix(name, monkeypatch):
+    for columns in (0, 1):
+        _, drafts = run(name, monkeypatch, num_speculative_tokens=columns)
+        np.testing.assert_array_equal(drafts.tokens, Case(name).drafts[:, :columns])

@@ -1,0 +1,219 @@
+"""What the classes with weights have in common: configuration, loading, pages, memory."""
+
+import warnings
+from os import PathLike
+from typing import Any
+
+import jax
+import torch
+
+import jspec
+from jspec import proposers
+from jspec.proposers.base import Reads
+from jspec.state import Memory, Params
+from torch_bridge import weights
+from torch_bridge.dlpack import check_not_forked, check_preallocation, jax_device
+from torch_bridge.packing import Packer, SharedRows
+from torch_bridge.settings import Settings, read, torch_device
+
+
+class DeviceProposer:
+    """A drafter of jspec behind the methods that vLLM's runner calls.
+
+    Args:
+      vllm_config: read by attribute; see `torch_bridge.settings`.
+      device: of the tensors that `propose` gets and returns.
+      runner: not used; the argument is there for vLLM's signature.
+
+    Attributes:
+      num_speculative_tokens: most drafts a request gets (K).
+      block_size: slots per page; -1 until the KV cache is known.
+      kv_cache_gid: group of KV pages that the drafter's block table is for; likewise.
+      config: the drafter's config; None until `load_model`.
+
+    Raises:
+      ValueError: the configuration lacks something, or is of another method. NotImplementedError:
+        it asks for what this drafter does not do. RuntimeError: JAX has no such device.
+    """
+
+    methods: tuple[str, ...] = ()
+
+    def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
+        del runner
+        owner = type(self).__name__
+        self.vllm_config = vllm_config
+        self.settings = Settings.of(vllm_config, owner)
+        self.method = self.settings.method
+        if self.method not in self.methods:
+            raise ValueError(
+                f"{owner}: `speculative_config.method` is {self.method!r}, wanted "
+                f"{' or '.join(map(repr, self.methods))}. Take the class of that method."
+            )
+        _check_supported(owner, vllm_config)
+        self.num_speculative_tokens = self.settings.num_drafts
+        self.max_model_len = self.settings.max_model_len
+        self.device = torch_device(device, owner)
+        self.block_size = self.kv_cache_gid = -1
+        self.supports_mm_inputs = False
+        self.config: Any = None
+        check_preallocation(self.device)
+        self._jax_device = jax_device(self.device)
+        self._packer = Packer(self.device, owner)
+        self._hidden = SharedRows(self.device)
+        self._params: Params = None
+        self._memory: Memory = None
+        self._num_pages = 0
+        self._reads = Reads()
+        self._drafts: dict[Any, Any] = {}
+        self._returned: Any = None
+
+    @property
+    def eagle3_use_aux_hidden_state(self) -> bool:
+        """Whether `target_hidden_states` are those of several layers, side by side."""
+        if self.config is None:
+            return self.method in ("eagle3", "dflash")
+        return self._reads.hidden_layers not in ((), ("norm",))
+
+    def load_model(self, target_model: torch.nn.Module | str | PathLike[str]) -> None:
+        """Loads the drafter that `speculative_config.draft_model_config.model` names.
+
+        Args:
+          target_model: the target, whose embedding and head the drafter shares where its own
+            checkpoint has none or the same: a torch module (on the drafter's device, without a
+            copy), or the path of a checkpoint.
+
+        Raises:
+          AttributeError: the module has no embedding. ValueError: the checkpoint is not for this
+            target, or not of this method.
+        """
+        check_not_forked()
+        owner = type(self).__name__
+        path = read(self.vllm_config, "speculative_config.draft_model_config.model", owner=owner)
+        target = weights.target_of(target_model, self.vllm_config, self.device, owner=owner)
+        options = self._load_options(owner)
+        with jax.default_device(self._jax_device):
+            drafter = jspec.load(
+                path,
+                target=target,
+                method=self.method,
+                num_drafts=self.settings.num_drafts,
+                **options,
+            )
+        self.set_drafter(drafter.config, drafter.params)
+
+    def set_drafter(self, config: Any, params: Params) -> None:
+        """Takes a drafter that is in memory in the place of one from disk.
+
+        Args:
+          config: of one of the methods of this class.
+          params: its weights, on the drafter's device.
+
+        Raises:
+          ValueError: the config is of another method, or drafts another number of tokens.
+        """
+        owner, name = type(self).__name__, proposers.of(config).name
+        if name not in self.methods or config.num_drafts != self.settings.num_drafts:
+            raise ValueError(
+                f"{owner}: `config` is {name} with num_drafts {config.num_drafts}, wanted "
+                f"{' or '.join(self.methods)} with {self.settings.num_drafts}. Make it with the "
+                "method and num_speculative_tokens of the speculative config."
+            )
+        self.config, self._params, self._memory = config, params, None
+        self._reads = proposers.of(config).reads(config)
+        self._drafts.clear()
+
+    def initialize_attn_backend(
+        self, kv_cache_config: Any, kernel_block_sizes: list[int] | None = None
+    ) -> None:
+        """Takes the number and the size of KV pages from vLLM's KV cache configuration.
+
+        The drafter has attention of its own: no backend is made. It allocates as many pages as the
+        target has, to which the same block tables point.
+
+        Args:
+          kv_cache_config: `num_blocks` and `kv_cache_groups[0].kv_cache_spec.block_size` are read.
+          kernel_block_sizes: slots per page by group, where block tables count smaller pages.
+        """
+        owner = type(self).__name__
+        num_pages = read(kv_cache_config, "num_blocks", owner=owner)
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        block_size = read(spec, "block_size", owner=owner)
+        page_size = kernel_block_sizes[0] if kernel_block_sizes else block_size
+        self.kv_cache_gid = 0
+        self._set_pages(num_pages * block_size // page_size, page_size)
+
+    def initialize_cudagraph_keys(self, cudagraph_mode: Any = None) -> None:
+        """Does nothing: JAX's executables are captured in command buffers by XLA itself."""
+
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        """Takes the KV pages from the configuration: no layer of the drafter's is among vLLM's."""
+        self.initialize_attn_backend(kv_cache_config)
+
+    @property
+    def _can_compile(self) -> bool:
+        """Whether weights and KV pages are known: vLLM profiles before they are."""
+        owner, name = type(self).__name__, "cache_config.num_gpu_blocks"
+        num_pages = self._num_pages or read(self.vllm_config, name, 0, owner=owner)
+        return self.config is not None and num_pages > 0
+
+    def _ready(self) -> None:
+        """Allocates the KV pages, at the first step that needs them."""
+        if self._memory is not None:
+            return
+        owner = type(self).__name__
+        if self.config is None:
+            raise RuntimeError(
+                f"{owner}: no drafter is loaded. Call load_model(target_model) first."
+            )
+        if not self._num_pages:
+            num_pages = read(self.vllm_config, "cache_config.num_gpu_blocks", owner=owner)
+            self._set_pages(
+                num_pages, read(self.vllm_config, "cache_config.block_size", owner=owner)
+            )
+        cache = jspec.CacheConfig(
+            num_pages=self._num_pages,
+            page_size=self.block_size,
+            max_model_len=self.max_model_len,
+            dtype=str(self._dtype()).removeprefix("torch."),
+        )
+        with jax.default_device(self._jax_device):
+            state = jspec.init(
+                self.config, self._params, cache=cache, max_requests=self.settings.max_requests
+            )
+        self._params, self._memory = state.params, state.memory
+
+    def _set_pages(self, num_pages: int, page_size: int) -> None:
+        if self._memory is not None and (num_pages, page_size) != (
+            self._num_pages,
+            self.block_size,
+        ):
+            self._memory = None
+        self._num_pages, self.block_size = num_pages, page_size
+
+    def _dtype(self) -> torch.dtype:
+        return read(self.vllm_config, "model_config.dtype", owner=type(self).__name__)
+
+    def _load_options(self, owner: str) -> dict[str, Any]:
+        parallel = read(self.vllm_config, "speculative_config.parallel_drafting", None, owner=owner)
+        if parallel is None or self.method == "dflash":  # which drafts in parallel in any case
+            return {}
+        can = self.method in ("eagle3", "draft_model")
+        return {"parallel_drafting": bool(parallel)} if parallel or can else {}
+
+
+def _check_supported(owner: str, vllm_config: Any) -> None:
+    """Refuses choices that would silently do something else."""
+    tree = read(vllm_config, "speculative_config.speculative_token_tree", None, owner=owner)
+    if tree is not None and jspec.Tree(tree).depth < jspec.Tree(tree).num_nodes:
+        raise NotImplementedError(
+            f"{owner}: `speculative_token_tree` is {tree!r:.60}, and a runner verifies drafts as "
+            "one chain. Leave it out, or decode trees with jspec.generate."
+        )
+    sampling = read(vllm_config, "speculative_config.draft_sample_method", "greedy", owner=owner)
+    if sampling != "greedy":
+        warnings.warn(
+            f"{owner}: draft_sample_method is {sampling!r}, and the bridge drafts greedily. "
+            "Verification stays exact; take_last_draft_probs returns None.",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,198 @@
+"""Hidden states kept for later, called as vLLM's runner calls it.
+
+Source: vLLM v1/spec_decode/extract_hidden_states.py.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from jspec.axes import PAD_SLOT
+from jspec.metadata import next_power_of_2
+from jspec.models import hidden_cache
+from jspec.proposers.extract_hidden import ExtractHiddenStatesConfig
+from torch_bridge.device import DeviceProposer
+from torch_bridge.dlpack import check_not_forked, to_torch
+from torch_bridge.packing import Field, Layout, kind_of
+from torch_bridge.prepare import backup_tokens
+from torch_bridge.settings import read
+
+
+class ExtractHiddenStatesProposer(DeviceProposer):
+    """Stores the target's hidden states by KV slot; its drafts are fillers. See `DeviceProposer`.
+
+    Raises:
+      ValueError: num_speculative_tokens is not 1, or the drafter batch is not padded.
+    """
+
+    methods = ("extract_hidden_states",)
+
+    def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
+        super().__init__(vllm_config, device, runner)
+        owner = type(self).__name__
+        if self.num_speculative_tokens != 1:
+            raise ValueError(
+                f"{owner}: num_speculative_tokens is {self.num_speculative_tokens}, wanted 1: "
+                "states are kept, and the one draft is a filler."
+            )
+        flag = "speculative_config.disable_padded_drafter_batch"
+        if read(vllm_config, flag, False, owner=owner):
+            raise ValueError(
+                f"{owner}: disable_padded_drafter_batch is set, and rejected rows are part of what "
+                "is stored. Leave it out."
+            )
+
+    def load_model(self, target_model: torch.nn.Module | str | PathLike[str]) -> None:
+        """Reads which layers are kept; there are no weights.
+
+        Args:
+          target_model: not read.
+
+        Raises:
+          ValueError: the draft's config.json names no layers.
+        """
+        del target_model
+        owner, path = type(self).__name__, "speculative_config.draft_model_config.hf_config"
+        hf_config = read(self.vllm_config, path, owner=owner)
+        layers = _get(hf_config, "eagle_aux_hidden_state_layer_ids")
+        if not layers:
+            raise ValueError(
+                f"{owner}: `{path}` has no eagle_aux_hidden_state_layer_ids. List the layers to "
+                "keep there, n = after n layers of the target."
+            )
+        target = read(self.vllm_config, "model_config.hf_config", owner=owner)
+        config = ExtractHiddenStatesConfig(
+            hidden_layers=tuple(layers),
+            hidden_size=_get(target, "hidden_size"),
+            vocab_size=_get(target, "vocab_size"),
+        )
+        self.set_drafter(config, None)
+
+    def propose(
+        self,
+        sampled_token_ids: torch.Tensor,
+        target_hidden_states: Sequence[torch.Tensor],
+        common_attn_metadata: Any,
+        slot_mappings: Any = None,
+        *,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Stores a step's hidden states, without waiting for the device.
+
+        Args:
+          sampled_token_ids: int [B, W].
+          target_hidden_states: float [T, D] of each layer.
+          common_attn_metadata: `slot_mapping` is read: -1 stores nothing.
+          slot_mappings, num_speculative_tokens: not read.
+
+        Returns:
+          [B, 1] the first sampled tokens, in a tensor of its own.
+
+        Raises:
+          TypeError, ValueError: a tensor does not fit; named. RuntimeError: `load_model` was not
+            called, or this process was forked.
+        """
+        del slot_mappings, num_speculative_tokens
+        check_not_forked()
+        self._ready()
+        num_rows, size = target_hidden_states[0].shape[0], self.config.hidden_size
+        shapes = [tuple(states.shape) for states in target_hidden_states]
+        if shapes != [(num_rows, size)] * len(self.config.hidden_layers):
+            raise ValueError(
+                f"{type(self).__name__}: `target_hidden_states` has shapes {shapes}, wanted "
+                f"{len(self.config.hidden_layers)} of [T, {size}], one for each layer that is kept."
+            )
+        slots = common_attn_metadata.slot_mapping[:num_rows]
+        capacity = next_power_of_2(num_rows)
+        layout = Layout((Field("slot_mapping", "T", kind=kind_of(slots)),), (("T", capacity),))
+        self._packer.follow_stream()
+        states = self._hidden.write(target_hidden_states, capacity, "target_hidden_states")
+        words = self._packer.pack(layout, {"slot_mapping": slots}, {"T": num_rows})
+        store = self._drafts.get(layout)
+        if store is None:
+            store = self._drafts[layout] = _compiled(self.config, layout)
+        # The tiny second result is what orders this memory before the next step's writes.
+        self._memory, done = store(self._memory, words, states)
+        self._returned, _ = self._packer.own(done, 1, torch.int32)
+        with torch.inference_mode(False):  # so that it may be written to anywhere
+            return sampled_token_ids[:, :1].clone()
+
+    def prepare_next_token_ids_padded(self, *args: Any, **kwargs: Any) -> Any:
+        """Picks each request's first sampled token, or the last known one where it is none.
+
+        Args:
+          common_attn_metadata: not read; later releases leave it out.
+          sampled_token_ids: int [B, W].
+          requests: by id, with `get_token_id`.
+          gpu_input_batch: `num_reqs`, `req_ids`, `num_tokens_no_spec` and `vocab_size` are read.
+          discard_request_mask: bool [B or more].
+
+        Returns:
+          (next_token_ids int32 [B], count int32 [B]): the count is 1 for a token of the vocabulary,
+          of a discarded request as well.
+        """
+        names = ("sampled_token_ids", "requests", "gpu_input_batch", "discard_request_mask")
+        kwargs = dict(zip(names, args[-len(names) :], strict=False)) | kwargs
+        sampled = kwargs["sampled_token_ids"][:, 0]
+        batch, discard = kwargs["gpu_input_batch"], kwargs["discard_request_mask"]
+        backup = backup_tokens(kwargs["requests"], batch, len(sampled), sampled.device)
+        is_token = (sampled >= 0) & (sampled < batch.vocab_size)
+        kept = is_token & ~discard[: len(sampled)]
+        return torch.where(kept, sampled.to(torch.int32), backup), is_token.to(torch.int32)
+
+    def read_hidden_states(self, block_table_row: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """Reads what was stored for a request's first tokens; waits for the device.
+
+        Args:
+          block_table_row: pages of the request in order.
+          num_tokens: computed tokens, without rejected drafts.
+
+        Returns:
+          [n, L, D] on the host.
+        """
+        self._ready()
+        row = np.asarray(block_table_row, np.int32)
+        states = hidden_cache.read(self._memory, row, num_tokens)
+        return to_torch(jax.device_put(states, jax.devices("cpu")[0]))
+
+    @torch.inference_mode()
+    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Compiles what steps of so many rows run.
+
+        Args:
+          num_tokens: rows of a step.
+          *args, **kwargs: not used.
+        """
+        del args, kwargs
+        if not self._can_compile:
+            return
+        states = torch.zeros(
+            (num_tokens, self.config.hidden_size), dtype=self._dtype(), device=self.device
+        )
+        slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=self.device)
+        metadata = type("Metadata", (), {"slot_mapping": slots})
+        sampled = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
+        self.propose(sampled, [states] * len(self.config.hidden_layers), metadata)
+
+
+def _get(hf_config: Any, name: str) -> Any:
+    get = hf_config.get if isinstance(hf_config, Mapping) else functools.partial(getattr, hf_config)
+    return get(name, None)
+
+
+def _compiled(config: ExtractHiddenStatesConfig, layout: Layout) -> Any:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def jspec_bridge_store(memory, words, states):
+        arrays, sizes = layout.unpack(words)
+        row = jnp.arange(states.shape[0], dtype=jnp.int32)
+        slots = jnp.where(row < sizes["T"], arrays["slot_mapping"], PAD_SLOT)
+        states = states.reshape(-1, len(config.hidden_layers), config.hidden_size)
+        return hidden_cache.write(memory, states, slots), sizes["T"][None]
+
+    return jspec_bridge_store

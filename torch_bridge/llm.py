@@ -1,0 +1,305 @@
+"""Drafters with a decoder of their own, called as vLLM's runner calls its own.
+
+A step crosses to JAX once and back once: its integers are packed, and hidden states are written to
+memory that both sides keep. Source: vLLM v1/spec_decode/llm_base_proposer.py.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jaxtyping import Array, Float, Int32
+
+from jspec import proposers
+from jspec.axes import PAD_SLOT
+from jspec.metadata import next_power_of_2, row_request
+from jspec.state import Batch
+from torch_bridge.device import DeviceProposer
+from torch_bridge.dlpack import check_not_forked
+from torch_bridge.packing import Field, Layout, kind_of
+from torch_bridge.prepare import Preparing
+from torch_bridge.settings import count_first, drafts_of_step
+
+
+class LLMProposer(Preparing, DeviceProposer):
+    """EAGLE, MTP, DFlash and draft models; see `DeviceProposer`."""
+
+    @torch.inference_mode()
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: Any = None,
+    ) -> None:
+        """Compiles what steps of so many rows run, those below a bucket's size included.
+
+        Args:
+          num_tokens: rows of a step.
+          use_cudagraphs, is_graph_capturing, slot_mappings: not used.
+        """
+        del use_cudagraphs, is_graph_capturing, slot_mappings
+        if not self._can_compile:
+            return
+        self._ready()
+        columns = -(-self.max_model_len // self.block_size)
+        width = self.num_speculative_tokens + 1
+        for bucket in {self._bucket(1, num_tokens), self._bucket(-(-num_tokens // width), 1)}:
+            nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
+            positions = nothing.long()
+            hidden = torch.zeros(
+                (0, self._reads.hidden_size), dtype=self._dtype(), device=self.device
+            )
+            tokens = self._run(
+                bucket,
+                self.num_speculative_tokens,
+                hidden,
+                target_token_ids=nothing,
+                target_positions=positions.reshape(0, 3) if self._has_axes else positions,
+                next_token_ids=nothing,
+                query_start_loc=torch.zeros(1, dtype=torch.int32, device=self.device),
+                seq_lens=nothing,
+                num_rejected=nothing,
+                block_table_tensor=nothing.reshape(0, columns),
+            )
+            # The next step is packed where this one is read.
+            self._returned, _ = self._packer.own(tokens, 0, torch.int64)
+
+    @count_first
+    def propose(
+        self,
+        target_token_ids: torch.Tensor,
+        target_positions: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        token_indices_to_sample: torch.Tensor | None,
+        common_attn_metadata: Any,
+        sampling_metadata: Any = None,
+        mm_embed_inputs: Any = None,
+        num_rejected_tokens_gpu: torch.Tensor | None = None,
+        slot_mappings: Any = None,
+        *,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Drafts the next tokens of each request, greedily, without waiting for the device.
+
+        No argument is written to: `common_attn_metadata.seq_lens`, which the original counts up in
+        place, keeps its values.
+
+        Args:
+          target_token_ids: int [T] tokens that the target ran, rejected ones included.
+          target_positions: int [T], or [3, T] with M-RoPE.
+          target_hidden_states: float [T, D'] of the same rows: of the layers that the drafter
+            reads, side by side. Not read by draft models.
+          next_token_ids: int [B] token that each request continues from.
+          token_indices_to_sample: int [B] row of the last accepted token; None = the last row.
+          common_attn_metadata: `num_reqs`, `query_start_loc`, `seq_lens` (rejected rows included)
+            and `block_table_tensor` are read.
+          sampling_metadata, slot_mappings: not read.
+          mm_embed_inputs: (embeddings, mask [T] of the rows moved left by one that they replace).
+          num_rejected_tokens_gpu: int [B] rejected rows at the end of each request.
+          num_speculative_tokens: K of this step, by default the configured one; 0 only keeps the
+            drafter's KV cache current.
+
+        Returns:
+          int64 [B, K] drafts of torch's own; -1 behind a request's last one: at `max_model_len`,
+          and where it kept no token.
+
+        Raises:
+          TypeError, ValueError: a tensor does not fit; named. RuntimeError: no weights are loaded,
+            or this process was forked.
+        """
+        del sampling_metadata, slot_mappings
+        owner = type(self).__name__
+        check_not_forked()
+        self._ready()
+        columns = drafts_of_step(owner, num_speculative_tokens, self.num_speculative_tokens)
+        if mm_embed_inputs is not None and len(mm_embed_inputs[0]):
+            raise NotImplementedError(
+                f"{owner}: `mm_embed_inputs` has embeddings, which the bridge does not pass on. "
+                "Pass None: drafts are then made from the tokens, as vLLM's own Llama heads do."
+            )
+        cad = common_attn_metadata
+        num_requests, num_rows = cad.num_reqs, target_token_ids.shape[0]
+        query_start = _first(cad.query_start_loc, num_requests + 1)
+        rejected = num_rejected_tokens_gpu
+        if rejected is None:
+            rejected = self._packer.zeros(num_requests)
+            if token_indices_to_sample is not None:
+                rejected = (query_start[1:] - 1 - token_indices_to_sample).to(torch.int32)
+        if target_positions.ndim == 2:
+            target_positions = target_positions.T if self._has_axes else target_positions[0]
+        tokens = self._run(
+            self._bucket(num_requests, num_rows),
+            columns,
+            target_hidden_states,
+            target_token_ids=target_token_ids,
+            target_positions=target_positions,
+            next_token_ids=next_token_ids,
+            query_start_loc=query_start,
+            seq_lens=_first(cad.seq_lens, num_requests),
+            num_rejected=rejected,
+            block_table_tensor=_first(cad.block_table_tensor, num_requests),
+        )
+        self._returned, drafts = self._packer.own(tokens, num_requests, torch.int64)
+        return drafts
+
+    def take_last_draft_probs(self) -> None:
+        """Returns None: drafts are greedy, which verification takes for certain."""
+        return None
+
+    def _run(
+        self, bucket: tuple[int, int], columns: int, hidden: torch.Tensor, **tensors: torch.Tensor
+    ) -> Int32[Array, "B K"]:
+        """Runs a step that is padded to a bucket (requests, rows)."""
+        sizes = {"B": tensors["next_token_ids"].shape[0], "T": tensors["target_token_ids"].shape[0]}
+        forms = [(tensor.dtype, tensor.shape[1:]) for tensor in tensors.values()]
+        key = (bucket, columns, *forms)
+        compiled = self._drafts.get(key)
+        if compiled is None:
+            layout = _layout(bucket, tensors)
+            compiled = self._drafts[key] = layout, _compiled(self.config, layout, columns)
+        layout, draft = compiled
+        states = None
+        if self._reads.hidden_layers:
+            states = self._write_hidden(hidden, sizes["T"], bucket[1])
+        words = self._packer.pack(layout, tensors, sizes)
+        self._memory, tokens = draft(self._params, self._memory, words, states)
+        return tokens
+
+    def _write_hidden(
+        self, hidden: torch.Tensor, num_rows: int, capacity: int
+    ) -> Float[Array, "T D"]:
+        reads = self._reads
+        if hidden is None or hidden.shape != (num_rows, reads.hidden_size):
+            got = "None" if hidden is None else f"of shape {tuple(hidden.shape)}"
+            raise ValueError(
+                f"{type(self).__name__}: `target_hidden_states` is {got}, wanted "
+                f"{(num_rows, reads.hidden_size)}: the target's states {list(reads.hidden_layers)} "
+                "side by side (n = after n layers), a row for each token."
+            )
+        # Before the pack: JAX waits for what the stream holds when it gets the packed array.
+        self._packer.follow_stream()
+        return self._hidden.write([hidden], capacity, "target_hidden_states")
+
+    @property
+    def _has_axes(self) -> bool:
+        model = getattr(self.config, "model", None)
+        decoder = getattr(model, "decoder", model)
+        rope = getattr(decoder, "rope", None)
+        return getattr(rope, "mrope_section", None) is not None
+
+    def _bucket(self, num_requests: int, num_rows: int) -> tuple[int, int]:
+        """Pads a step: rows to (K + 1) a request where they fit, or else to a power of two."""
+        width = self.settings.num_drafts + 1
+        most = next_power_of_2(self.settings.max_requests)
+        requests = next_power_of_2(max(num_requests, -(-num_rows // width)))
+        if requests <= most:
+            return requests, requests * width
+        return most, max(next_power_of_2(num_rows), most)
+
+
+class EagleProposer(LLMProposer):
+    """EAGLE, EAGLE-3, P-EAGLE and MTP heads; see `LLMProposer`.
+
+    Source: vLLM v1/spec_decode/eagle.py.
+    """
+
+    methods = ("eagle", "eagle3", "mtp")
+
+
+class DraftModelProposer(LLMProposer):
+    """A small model of the same vocabulary, PARD models included; see `LLMProposer`.
+
+    Source: vLLM v1/spec_decode/draft_model.py.
+    """
+
+    methods = ("draft_model",)
+
+
+class DFlashProposer(LLMProposer):
+    """DFlash and DFlash2 block drafters; see `LLMProposer`.
+
+    Source: vLLM v1/spec_decode/dflash.py.
+    """
+
+    methods = ("dflash",)
+
+
+def _first(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Returns the first entries of a buffer that may be longer."""
+    return tensor if tensor.shape[0] == size else tensor[:size]
+
+
+def _layout(bucket: tuple[int, int], tensors: dict[str, torch.Tensor]) -> Layout:
+    letters = {"target_token_ids": "T", "target_positions": "T"}
+    fields = tuple(
+        Field(
+            name=name,
+            size=letters.get(name, "B"),
+            more=int(name == "query_start_loc"),
+            shape=tuple(tensor.shape[1:]),
+            kind=kind_of(tensor),
+        )
+        for name, tensor in tensors.items()
+    )
+    return Layout(fields, (("B", bucket[0]), ("T", bucket[1])))
+
+
+def _compiled(config: Any, layout: Layout, columns: int) -> Any:
+    """Makes the one executable of a bucket: unpack, prepare, draft."""
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def jspec_bridge_propose(params, memory, words, hidden):
+        with jax.named_scope("unpack"):
+            batch = _batch(*layout.unpack(words), hidden)
+        with jax.named_scope("propose"):
+            memory, drafts = proposers.propose(config, params, memory, batch, num_drafts=columns)
+        return memory, drafts.tokens
+
+    return jspec_bridge_propose
+
+
+def _batch(
+    arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]], hidden: Float[Array, "T D"] | None
+) -> Batch:
+    """Pads a step as jspec's data contract says: nothing behind the live sizes is as it came."""
+    num_requests = arrays["next_token_ids"].shape[0]
+    num_rows = arrays["target_token_ids"].shape[0]
+    request = jnp.arange(num_requests + 1, dtype=jnp.int32)
+    live = request[:-1] < sizes["B"]
+    start = arrays["query_start_loc"]
+    end = start.at[sizes["B"]].get(mode="clip", wrap_negative_indices=False)
+    start = jnp.where(request < sizes["B"], start, end)
+    length = jnp.diff(start)
+    # A request whose rows were all rejected kept nothing: the original drafts from its neighbour.
+    rejected = jnp.where(live, arrays["num_rejected"], 0)
+    keeps = live & (rejected < length)
+    rejected = jnp.clip(rejected, 0, jnp.maximum(length - 1, 0))
+    seq_lens = jnp.where(live, arrays["seq_lens"], 0)
+    positions, token_index = arrays["target_positions"], None
+    if positions.ndim == 2:
+        of, _ = row_request(start, num_rows)
+        behind = start.at[of + 1].get(mode="clip") - jnp.arange(num_rows, dtype=jnp.int32)
+        token_index = seq_lens.at[of].get(mode="clip") - behind
+        positions = positions.T  # [T, 3] -> [3, T]
+    zeros = jnp.zeros(num_requests, jnp.int32)
+    return Batch(
+        token_ids=arrays["target_token_ids"],
+        positions=positions,
+        token_index=token_index,
+        query_start=start,
+        seq_lens=seq_lens,
+        block_table=jnp.where(live[:, None], arrays["block_table_tensor"], PAD_SLOT),
+        num_drafts=zeros,
+        request_slot=jnp.where(live, request[:-1], PAD_SLOT),
+        backup_token=zeros,
+        discard=~live,
+        hidden=hidden,
+        next_token=jnp.where(live, arrays["next_token_ids"], 0),
+        last_index=jnp.clip(start[1:] - 1 - rejected, 0, num_rows - 1),
+        num_valid=keeps.astype(jnp.int32),
+        num_rejected=rejected,
+    )

@@ -1,0 +1,384 @@
+"""Many small integer tensors as one, so that a step crosses to JAX once.
+
+`Packer.pack` writes them one behind the other into one int32 tensor, with their sizes in front;
+`Layout.unpack`, inside jit, cuts them out again, padded to the sizes of a bucket. So neither a
+padded copy nor a host value is needed, whatever sizes a step has.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jspec.axes import INT32_MAX
+from jspec.metadata import next_power_of_2
+from torch_bridge.dlpack import (
+    Stream,
+    check_not_forked,
+    from_host,
+    is_dense,
+    jax_device,
+    to_jax,
+)
+
+_MOST_HEADERS = 4096
+Kind = Literal["int32", "int64", "float32", "bool"]
+_INT32_MIN = -INT32_MAX - 1
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a step.
+
+    Attributes:
+      name: of the argument.
+      size: letter of its first dimension, whose size changes from step to step.
+      more: entries beyond that size: `query_start` has B + 1.
+      shape: its other dimensions.
+      kind: element type; an int64 that int32 does not hold becomes the nearest that it does.
+    """
+
+    name: str
+    size: str
+    more: int = 0
+    shape: tuple[int, ...] = ()
+    kind: Kind = "int32"
+
+    @property
+    def words(self) -> int:
+        """int32 words of an entry."""
+        return math.prod(self.shape) * (2 if self.kind == "int64" else 1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of a step lie, and what they are padded to.
+
+    Attributes:
+      fields: in order.
+      capacity: most entries by letter, a bucket's sizes.
+    """
+
+    fields: tuple[Field, ...]
+    capacity: tuple[tuple[str, int], ...]
+
+    @functools.cached_property
+    def num_words(self) -> int:
+        """Length of the packed tensor."""
+        capacity = dict(self.capacity)
+        return len(capacity) + sum((capacity[f.size] + f.more) * f.words for f in self.fields)
+
+    def unpack(
+        self, words: Int32[Array, "words"]
+    ) -> tuple[dict[str, Array], dict[str, Int32[Array, ""]]]:
+        """Cuts the tensors out again.
+
+        Entries from a tensor's own size on hold anything.
+
+        Args:
+          words: what `Packer.pack` wrote.
+
+        Returns:
+          (arrays, sizes): of the bucket's sizes, by name; how many entries are real, by letter.
+        """
+        capacity = dict(self.capacity)
+        sizes = {letter: words[i] for i, letter in enumerate(capacity)}
+        arrays, offset = {}, jnp.int32(len(capacity))
+        for field in self.fields:
+            num_entries = capacity[field.size] + field.more
+            # In range: before this one lies at most what the bucket has room for.
+            part = lax.dynamic_slice(words, (offset,), (num_entries * field.words,))
+            arrays[field.name] = _decode(part, field.kind).reshape(num_entries, *field.shape)
+            offset = offset + (sizes[field.size] + field.more) * field.words
+        return arrays, sizes
+
+
+class Packer:
+    """Packs the steps of one drafter, into memory that both sides keep, for one thread.
+
+    A result of what read one step is fetched with `own` before the next is packed: nothing else
+    makes the next step's writes wait for JAX's reads.
+
+    Args:
+      device: of the tensors.
+      owner: for messages.
+    """
+
+    def __init__(self, device: torch.device, owner: str):
+        self.owner = owner
+        self.stream = Stream(device) if device.type == "cuda" else None
+        self.device = jax_device(device)
+        self._torch_device = _with_index(device)
+        self._numbers = self._words = self._empty((0,), torch.int32)
+        self._zeros = self._empty((0,), torch.int32)
+        self._headers: dict[tuple[int, ...], torch.Tensor] = {}
+        self._arrays: dict[int, jax.Array] = {}
+        self._last: Any = None  # the stream that reads and writes this memory
+
+    def pack(
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]
+    ) -> Int32[Array, "words"]:
+        """Writes a step's tensors into one array of JAX, valid until the next call.
+
+        Args:
+          layout: a field for each tensor.
+          tensors: by name.
+          sizes: entries by letter, at most the layout's.
+
+        Raises:
+          TypeError, ValueError: a tensor is of another dtype, shape or device; named.
+          RuntimeError: this process was forked from one that ran JAX.
+        """
+        check_not_forked()
+        self.follow_stream()
+        self._reserve(layout, sizes)
+        words, num_words = self._words, layout.num_words
+        parts = [self._header(tuple([sizes[letter] for letter, _ in layout.capacity]))]
+        for field in layout.fields:
+            parts.append(self._encode(field, tensors.get(field.name), sizes[field.size]))
+        torch.cat(parts, out=words[: sum([len(part) for part in parts])])
+        if self.stream is not None:
+            return self.stream.to_jax(words[:num_words])
+        if num_words not in self._arrays:
+            self._arrays[num_words] = alias(words[:num_words])
+        return self._arrays[num_words]
+
+    def own(self, array: jax.Array, num_rows: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
+        """Copies the first rows of a result into a tensor of torch's own, on the current stream.
+
+        Args:
+          array: computed from what the last `pack` returned.
+          num_rows: of the tensor.
+          dtype: of the tensor.
+
+        Returns:
+          (held, tensor): `held` is to be kept until the next call: JAX could otherwise use the
+          result's memory again before the queued copy has read it.
+        """
+        self.follow_stream()
+        with torch.inference_mode(False):
+            if self.stream is None:
+                rows = np.asarray(array)[:num_rows]  # waits for the result
+                return None, from_host(np.array(rows)).to(dtype)
+            view = self.stream.view(array)
+            rows = view if len(view) == num_rows else view[:num_rows]
+            return view, rows.to(dtype, copy=True)
+
+    def zeros(self, size: int) -> torch.Tensor:
+        """Returns int32 zeros, which must only be read."""
+        if size > self._zeros.shape[0]:
+            self._zeros = self._empty((next_power_of_2(size),), torch.int32).zero_()
+        return self._zeros[:size]
+
+    def follow_stream(self) -> None:
+        """Lets a stream that the caller changed to wait for what the last one still does."""
+        if self.stream is None:
+            return
+        current = self.stream.current()
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+
+    def _header(self, sizes: tuple[int, ...]) -> torch.Tensor:
+        """Returns sizes on the device, which they reach without a copy from the host."""
+        header = self._headers.get(sizes)
+        if header is None:
+            if len(self._headers) >= _MOST_HEADERS:
+                self._headers.clear()
+            numbers = [self._numbers[size : size + 1] for size in sizes]
+            with torch.inference_mode(False):
+                header = self._headers[sizes] = torch.cat(numbers)
+        return header
+
+    def _reserve(self, layout: Layout, sizes: Mapping[str, int]) -> None:
+        for letter, most in layout.capacity:
+            if not 0 <= sizes[letter] <= most:
+                raise ValueError(
+                    f"{self.owner}: this step has {letter} = {sizes[letter]}, wanted 0 to {most}. "
+                    "Raise max_num_seqs or max_num_batched_tokens in the scheduler's config."
+                )
+            if most >= self._numbers.shape[0]:
+                with torch.inference_mode(False):
+                    self._numbers = torch.arange(
+                        2 * most + 1, dtype=torch.int32, device=self._torch_device
+                    )
+        if layout.num_words > self._words.shape[0]:
+            self._words = self._empty((2 * layout.num_words,), torch.int32)
+            self._arrays = {}
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return empty(shape, dtype, self._torch_device)
+
+    def _encode(self, field: Field, tensor: Any, size: int) -> torch.Tensor:
+        dtype, wanted = _TORCH_KINDS[field.kind], (size + field.more, *field.shape)
+        if not (
+            isinstance(tensor, torch.Tensor)
+            and is_dense(tensor)
+            and tensor.shape == wanted
+            and tensor.dtype == dtype
+            and tensor.device == self._torch_device
+        ):
+            raise self._misfit(field, tensor, wanted)
+        flat = tensor if len(wanted) == 1 else tensor.reshape(-1)
+        if dtype == torch.int32:
+            return flat
+        if dtype == torch.bool:
+            return flat.to(torch.int32)
+        if dtype == torch.float32:
+            return flat.detach().resolve_neg().view(torch.int32)
+        if flat.stride() == (1,):
+            return flat.view(torch.int32)
+        # Halves lie side by side; one entry may have any stride, and is contiguous to torch.
+        return flat.contiguous().as_strided(flat.shape, (1,)).view(torch.int32)
+
+    def _misfit(self, field: Field, tensor: Any, wanted: tuple[int, ...]) -> Exception:
+        """Says what is wrong with a tensor."""
+        dense = isinstance(tensor, torch.Tensor) and is_dense(tensor)
+        if not dense or tensor.shape != wanted:
+            got = tuple(tensor.shape) if dense else f"a {type(tensor).__name__}"
+            return ValueError(
+                f"{self.owner}: `{field.name}` is {got}, wanted a dense tensor of shape {wanted}. "
+                "Pass one entry for each request or row of this step."
+            )
+        dtype = _TORCH_KINDS[field.kind]
+        if tensor.dtype != dtype:
+            return TypeError(
+                f"{self.owner}: `{field.name}` has dtype {tensor.dtype}, wanted {dtype}. Convert "
+                f"it first: {field.name}.to({dtype})."
+            )
+        return ValueError(
+            f"{self.owner}: `{field.name}` is on {tensor.device}, and the drafter on "
+            f"{self._torch_device}. Move it there first."
+        )
+
+
+class SharedRows:
+    """Rows of a step that JAX reads where torch wrote them: hidden states.
+
+    Write after `follow_stream` and before `pack` of the step's Packer: JAX waits for what the
+    stream holds when it gets the packed array.
+
+    Args:
+      device: of the rows.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = _with_index(device)
+        self._rows: torch.Tensor | None = None
+        self._arrays: dict[int, jax.Array] = {}
+
+    def write(self, parts: Sequence[torch.Tensor], capacity: int, name: str) -> Float[Array, "T D"]:
+        """Copies tensors side by side to the shared memory.
+
+        Args:
+          parts: float [n, D of it] each, n at most `capacity`.
+          capacity: rows of the result; from row n on they hold anything.
+          name: of the argument, for messages.
+
+        Raises:
+          TypeError: they are no floats that JAX has, or of several dtypes. ValueError: they are on
+            another device, no matrices of as many rows, or more rows than `capacity`.
+        """
+        first = parts[0]
+        for part in parts:
+            self._check(part, first, capacity, name)
+        width = sum([part.shape[1] for part in parts])
+        shared = self._rows
+        if shared is None or (shared.dtype, shared.shape[1]) != (first.dtype, width):
+            shared = None
+        if shared is None or shared.shape[0] < capacity:
+            shared = self._rows = empty((capacity, width), first.dtype, self._device)
+            self._arrays = {}
+        rows = shared[: first.shape[0]]
+        if len(parts) == 1:
+            rows.copy_(first.detach() if first.requires_grad else first)
+        else:
+            torch.cat([part.detach() for part in parts], dim=1, out=rows)
+        if capacity not in self._arrays:
+            self._arrays[capacity] = alias(shared[:capacity])
+        return self._arrays[capacity]
+
+    def _check(self, part: torch.Tensor, first: torch.Tensor, capacity: int, name: str) -> None:
+        shape = part.shape
+        if len(shape) != 2 or shape[0] != first.shape[0] or shape[0] > capacity:
+            raise ValueError(
+                f"`{name}` has shape {tuple(shape)}, wanted {min(len(first), capacity)} rows, of "
+                f"at most {capacity}, in two dimensions. Pass a row for each row of this step."
+            )
+        if part.dtype not in _FLOATS or part.dtype != first.dtype:
+            raise TypeError(
+                f"`{name}` has dtype {part.dtype}, wanted one of bfloat16, float16 and float32. "
+                f"Convert it first: {name}.to(torch.bfloat16)."
+            )
+        if part.device != self._device:
+            raise ValueError(
+                f"`{name}` is on {part.device}, and the drafter on {self._device}. Move it there "
+                "first."
+            )
+
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_TORCH_KINDS: dict[Kind, torch.dtype] = {
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "bool": torch.bool,
+}
+_KINDS: dict[torch.dtype, Kind] = {dtype: kind for kind, dtype in _TORCH_KINDS.items()}
+
+
+def kind_of(tensor: torch.Tensor) -> Kind:
+    """Names the kind of a field that takes this tensor; int32, which `pack` refuses, if none."""
+    return _KINDS.get(tensor.dtype, "int32")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda":
+        return torch.device("cuda", jax_device(device).local_hardware_id)
+    return device
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocates memory that may be written to in and outside of inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def alias(tensor: torch.Tensor) -> jax.Array:
+    """Hands memory to JAX that torch goes on writing to, between two calls of JAX.
+
+    Args:
+      tensor: contiguous; on a CPU aligned to 64 bytes, as what torch allocates is.
+
+    Raises:
+      RuntimeError: JAX copied it, so that it would not see what is written.
+    """
+    array = to_jax(tensor)
+    if tensor.numel() and array.unsafe_buffer_pointer() != tensor.data_ptr():
+        raise RuntimeError(
+            f"JAX copied a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()} and "
+            f"dtype {tensor.dtype} on {tensor.device} in place of sharing its memory, wanted "
+            "contiguous memory that is neither pinned nor int64 while JAX is 32 bits wide. Copy it "
+            "first: torch.empty_like(tensor).copy_(tensor)."
+        )
+    return array
+
+
+def _decode(words: Array, kind: Kind) -> Array:
+    if kind == "float32":
+        return lax.bitcast_convert_type(words, jnp.float32)
+    if kind == "bool":
+        return words != 0
+    if kind == "int32":
+        return words
+    low, high = words.reshape(-1, 2).T  # little-endian
+    nearest = jnp.where(high < 0, jnp.int32(_INT32_MIN), jnp.int32(INT32_MAX))
+    return jnp.where(high == low >> 31, low, nearest)
