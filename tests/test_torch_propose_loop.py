@@ -54,7 +54,7 @@ class ToyProposer(EagleProposer):
     methods = ("toy",)
 
 
-def run(name, monkeypatch, **arguments):
+def run(name, monkeypatch, device=DEVICE, **arguments):
     """Makes the recorded call; returns (what the model saw, drafts)."""
     case = Case(name)
     monkeypatch.setitem(proposers.REGISTRY, "toy", TOY)
@@ -65,10 +65,10 @@ def run(name, monkeypatch, **arguments):
         page_size=case.block_size,
         max_requests=8,
     )
-    proposer = ToyProposer(config, DEVICE)
+    proposer = ToyProposer(config, device)
     proposer.set_drafter(ToyConfig(name, num_drafts, case.vocab_size), None)
     tensors = {
-        key: torch.tensor(value, device=DEVICE)
+        key: torch.tensor(value, device=device)
         for key, value in case.inputs.items()
         if ".out." not in key and key != "parallel_drafting_hidden_state"
     }
@@ -111,3 +111,11 @@ def test_a_smaller_number_of_drafts_is_a_prefix(name, monkeypatch):
     for columns in (0, 1):
         _, drafts = run(name, monkeypatch, num_speculative_tokens=columns)
         np.testing.assert_array_equal(drafts.tokens, Case(name).drafts[:, :columns])
+
+
+@pytest.mark.gpu
+def test_a_drafter_on_the_cpu_of_a_machine_with_a_gpu_drafts_the_same(monkeypatch):
+    assert jax.default_backend() == "gpu"
+    name = "eagle_decode_rejected"
+    record, drafts = run(name, monkeypatch, device=torch.device("cpu"))
+    assert_as_recorded(Case(name), record, drafts)

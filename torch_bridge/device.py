@@ -4,7 +4,6 @@ import warnings
 from os import PathLike
 from typing import Any
 
-import jax
 import torch
 
 import jspec
@@ -12,7 +11,7 @@ from jspec import proposers
 from jspec.proposers.base import Reads
 from jspec.state import Memory, Params
 from torch_bridge import weights
-from torch_bridge.dlpack import check_not_forked, check_preallocation, jax_device
+from torch_bridge.dlpack import check_not_forked, check_preallocation, jax_device, placement
 from torch_bridge.packing import Packer, SharedRows
 from torch_bridge.settings import Settings, read, torch_device
 
@@ -58,6 +57,7 @@ class DeviceProposer:
         self.config: Any = None
         check_preallocation(self.device)
         self._jax_device = jax_device(self.device)
+        self._placed = placement(self._jax_device)
         self._packer = Packer(self.device, owner)
         self._hidden = SharedRows(self.device)
         self._params: Params = None
@@ -91,7 +91,7 @@ class DeviceProposer:
         path = read(self.vllm_config, "speculative_config.draft_model_config.model", owner=owner)
         target = weights.target_of(target_model, self.vllm_config, self.device, owner=owner)
         options = self._load_options(owner)
-        with jax.default_device(self._jax_device):
+        with self._placed():
             drafter = jspec.load(
                 path,
                 target=target,
@@ -176,7 +176,7 @@ class DeviceProposer:
             max_model_len=self.max_model_len,
             dtype=str(self._dtype()).removeprefix("torch."),
         )
-        with jax.default_device(self._jax_device):
+        with self._placed():
             state = jspec.init(
                 self.config, self._params, cache=cache, max_requests=self.settings.max_requests
             )

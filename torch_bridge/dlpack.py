@@ -4,10 +4,13 @@ A crossing costs tens of microseconds of host time on a GPU, so the hot path mak
 `torch_bridge.packing`.
 """
 
+import contextlib
+import functools
 import os
 import threading
 import warnings
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -225,6 +228,16 @@ def jax_device(device: torch.device) -> jax.Device:  # pyright: ignore[reportInv
             f"JAX has no device {device.type}:{index} ({error or 'none with this index'}). "
             f"{advice[device.type]}"
         ) from error
+
+
+def placement(device: jax.Device) -> Callable[[], Any]:  # pyright: ignore[reportInvalidTypeForm]
+    """Returns what makes a context in which jspec computes on a device.
+
+    Its ops choose their implementation by the default device, which is a GPU where there is one.
+    """
+    if device in jax.local_devices()[:1]:
+        return contextlib.nullcontext
+    return functools.partial(jax.default_device, device)
 
 
 def check_preallocation(device: torch.device) -> None:

@@ -166,7 +166,8 @@ class LLMProposer(Preparing, DeviceProposer):
         if self._reads.hidden_layers:
             states = self._write_hidden(hidden, sizes["T"], bucket[1])
         words = self._packer.pack(layout, tensors, sizes)
-        self._memory, tokens = draft(self._params, self._memory, words, states)
+        with self._placed():
+            self._memory, tokens = draft(self._params, self._memory, words, states)
         return tokens
 
     def _write_hidden(

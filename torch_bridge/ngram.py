@@ -13,7 +13,7 @@ import torch
 from jspec.axes import PAD_TOKEN
 from jspec.metadata import next_power_of_2
 from jspec.pallas import ngram_match
-from torch_bridge.dlpack import check_not_forked, check_preallocation
+from torch_bridge.dlpack import check_not_forked, check_preallocation, placement
 from torch_bridge.ngram_batch import (
     copy_num_valid_draft_tokens,
     to_device,
@@ -69,6 +69,7 @@ class NgramProposerGPU:
         self.device = torch_device(device, owner)
         check_preallocation(self.device)
         self._packer = Packer(self.device, owner)
+        self._placed = placement(self._packer.device)
         self._steps: dict[Any, Any] = {}
         self._copy = empty((0, 0), torch.int32, self.device)
         self._shared: dict[int, jax.Array] = {}
@@ -141,7 +142,8 @@ class NgramProposerGPU:
             layout = Layout(fields, (("B", rows),))
             step = self._steps[key] = layout, _compiled(layout, self.min_n, self.max_n, self.k)
         layout, match = step
-        found = match(table, self._packer.pack(layout, tensors, {"B": B}))
+        with self._placed():
+            found = match(table, self._packer.pack(layout, tensors, {"B": B}))
         # One copy: the drafts of all rows, then the counts.
         self._returned, both = self._packer.own(found, rows * self.k + B, torch.int32)
         drafts, num_valid = both[: B * self.k].view(B, self.k), both[rows * self.k :]
