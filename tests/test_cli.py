@@ -196,11 +196,12 @@ def test_ctrl_c_in_the_middle_of_a_text_ends_the_process_quietly(folder):
     assert b"tokens per second" not in out
 
 
-def test_after_ctrl_c_the_process_ends_at_once():
-    code = "import atexit; from jspec import cli; atexit.register(print, 'torn down');"
-    code += "cli.main = lambda: 130; cli.command()"
+@pytest.mark.parametrize("exit_code,out", [(130, b"text\n"), (1, b"text\n"), (0, b"text\ndone\n")])
+def test_after_ctrl_c_and_errors_the_process_ends_at_once(exit_code, out):
+    code = "import atexit; from jspec import cli; atexit.register(print, 'done'); print('text');"
+    code += f"cli.main = lambda: {exit_code}; cli.command()"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (exit_code, out, b"")
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])

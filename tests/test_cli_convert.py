@@ -193,9 +193,11 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(form, tmp_path):
         env=os.environ | {"JSPEC_CACHE": os.devnull},
     )
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert re.fullmatch(
-        "jspec: .*new was not written .*File too large.*Free some space.*\n", ended.stderr
-    )
+    lines = ended.stderr.splitlines()
+    (ours,) = [line for line in lines if line.startswith("jspec: ")]
+    assert re.search("new was not written .*File too large.*Free some space", ours)
+    assert "Traceback" not in ended.stderr  # TensorStore may log a line of its own
+    assert form == "orbax" or lines == [ours]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -65,7 +65,6 @@ class DeviceProposer:
         self._num_pages = 0
         self._reads = Reads()
         self._drafts: dict[Any, Any] = {}
-        self._returned: Any = None
 
     @property
     def eagle3_use_aux_hidden_state(self) -> bool:

@@ -19,7 +19,7 @@ from jspec.models import hidden_cache
 from jspec.proposers.extract_hidden import ExtractHiddenStatesConfig
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked, to_torch
-from torch_bridge.packing import Field, Layout, kind_of
+from torch_bridge.packing import Field, Layout, int64_pairs, kind_of
 from torch_bridge.prepare import backup_tokens
 from torch_bridge.settings import read
 
@@ -119,7 +119,7 @@ class ExtractHiddenStatesProposer(DeviceProposer):
             store = self._drafts[layout] = _compiled(self.config, layout)
         # The tiny second result is what orders this memory before the next step's writes.
         self._memory, done = store(self._memory, words, states)
-        self._returned, _ = self._packer.own(done, 1, torch.int32)
+        self._packer.take(done, 1)
         with torch.inference_mode(False):  # so that it may be written to anywhere
             return sampled_token_ids[:, :1].clone()
 
@@ -193,6 +193,6 @@ def _compiled(config: ExtractHiddenStatesConfig, layout: Layout) -> Any:
         row = jnp.arange(states.shape[0], dtype=jnp.int32)
         slots = jnp.where(row < sizes["T"], arrays["slot_mapping"], PAD_SLOT)
         states = states.reshape(-1, len(config.hidden_layers), config.hidden_size)
-        return hidden_cache.write(memory, states, slots), sizes["T"][None]
+        return hidden_cache.write(memory, states, slots), int64_pairs(sizes["T"][None, None])
 
     return jspec_bridge_store

@@ -18,7 +18,7 @@ from jspec.metadata import next_power_of_2, row_request
 from jspec.state import Batch
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked
-from torch_bridge.packing import Field, Layout, kind_of
+from torch_bridge.packing import Field, Layout, int64_pairs, kind_of
 from torch_bridge.prepare import Preparing
 from torch_bridge.settings import count_first, drafts_of_step
 
@@ -64,8 +64,7 @@ class LLMProposer(Preparing, DeviceProposer):
                 num_rejected=nothing,
                 block_table_tensor=nothing.reshape(0, columns),
             )
-            # The next step is packed where this one is read.
-            self._returned, _ = self._packer.own(tokens, 0, torch.int64)
+            self._packer.take(tokens, 0)  # the next step is packed where this one is read
 
     @count_first
     def propose(
@@ -104,8 +103,8 @@ class LLMProposer(Preparing, DeviceProposer):
             drafter's KV cache current.
 
         Returns:
-          int64 [B, K] drafts of torch's own; -1 behind a request's last one: at `max_model_len`,
-          and where it kept no token.
+          int64 [B, K] drafts in memory of torch's own; -1 behind a request's last one: at
+          `max_model_len`, and where it kept no token.
 
         Raises:
           TypeError, ValueError: a tensor does not fit; named. RuntimeError: no weights are loaded,
@@ -143,8 +142,8 @@ class LLMProposer(Preparing, DeviceProposer):
             num_rejected=rejected,
             block_table_tensor=_first(cad.block_table_tensor, num_requests),
         )
-        self._returned, drafts = self._packer.own(tokens, num_requests, torch.int64)
-        return drafts
+        drafts = self._packer.take(tokens, num_requests)
+        return drafts if columns else drafts[:, :0]
 
     def take_last_draft_probs(self) -> None:
         """Returns None: drafts are greedy, which verification takes for certain."""
@@ -152,7 +151,7 @@ class LLMProposer(Preparing, DeviceProposer):
 
     def _run(
         self, bucket: tuple[int, int], columns: int, hidden: torch.Tensor, **tensors: torch.Tensor
-    ) -> Int32[Array, "B K"]:
+    ) -> Int32[Array, "B 2K"]:
         """Runs a step that is padded to a bucket (requests, rows)."""
         sizes = {"B": tensors["next_token_ids"].shape[0], "T": tensors["target_token_ids"].shape[0]}
         forms = [(tensor.dtype, tensor.shape[1:]) for tensor in tensors.values()]
@@ -258,7 +257,9 @@ def _compiled(config: Any, layout: Layout, columns: int) -> Any:
             batch = _batch(*layout.unpack(words), hidden)
         with jax.named_scope("propose"):
             memory, drafts = proposers.propose(config, params, memory, batch, num_drafts=columns)
-        return memory, drafts.tokens
+        # Something is returned in any case: it is what orders the next step behind this one.
+        tokens = drafts.tokens if columns else jnp.zeros_like(batch.next_token)[:, None]
+        return memory, int64_pairs(tokens)
 
     return jspec_bridge_propose
 

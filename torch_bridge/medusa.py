@@ -13,7 +13,7 @@ from jspec.metadata import next_power_of_2
 from jspec.state import Batch
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked
-from torch_bridge.packing import Layout
+from torch_bridge.packing import Layout, int64_pairs
 
 
 class MedusaProposer(DeviceProposer):
@@ -60,8 +60,7 @@ class MedusaProposer(DeviceProposer):
         if draft is None:
             draft = self._drafts[layout] = _compiled(self.config, layout)
         self._memory, tokens = draft(self._params, self._memory, words, hidden)
-        self._returned, drafts = self._packer.own(tokens, num_requests, torch.int64)
-        return drafts
+        return self._packer.take(tokens, num_requests)
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
@@ -103,6 +102,6 @@ def _compiled(config: Any, layout: Layout) -> Any:
             num_rejected=zeros,
         )
         memory, drafts = proposers.propose(config, params, memory, batch)
-        return memory, drafts.tokens
+        return memory, int64_pairs(drafts.tokens)
 
     return jspec_bridge_medusa

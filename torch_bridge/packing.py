@@ -7,6 +7,7 @@ padded copy nor a host value is needed, whatever sizes a step has.
 
 import functools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from torch_bridge.dlpack import (
 )
 
 _MOST_HEADERS = 4096
+_KEPT_RESULTS = 4
 Kind = Literal["int32", "int64", "float32", "bool"]
 _INT32_MIN = -INT32_MAX - 1
 
@@ -120,6 +122,7 @@ class Packer:
         self._numbers = self._words = self._empty((0,), torch.int32)
         self._zeros = self._empty((0,), torch.int32)
         self._headers: dict[tuple[int, ...], torch.Tensor] = {}
+        self._taken: deque[torch.Tensor] = deque(maxlen=_KEPT_RESULTS)
         self._arrays: dict[int, jax.Array] = {}
         self._last: Any = None  # the stream that reads and writes this memory
 
@@ -150,6 +153,31 @@ class Packer:
         if num_words not in self._arrays:
             self._arrays[num_words] = alias(words[:num_words])
         return self._arrays[num_words]
+
+    def take(self, pairs: Int32[Array, "B 2K"], num_rows: int) -> torch.Tensor:
+        """Makes the first rows of a result a tensor of torch's, on the current stream.
+
+        On a GPU nothing is copied: torch gets the memory that JAX has just allocated for it. The
+        caller lets go of `pairs`, so that no array of JAX is left to change.
+
+        Args:
+          pairs: computed from what the last `pack` returned, by a function that returns it once;
+            see `int64_pairs`.
+          num_rows: of the tensor.
+
+        Returns:
+          int64 [num_rows, K].
+        """
+        if self.stream is None:
+            rows = np.array(pairs)[:num_rows]  # waits for the result
+            return torch.from_numpy(rows.view(np.int64))
+        self.follow_stream()
+        view = self.stream.view(pairs)
+        # JAX may use memory that torch has let go of for its next result. It waits by then for
+        # what torch had queued before the step in between.
+        self._taken.append(view)
+        view = view.view(torch.int64)
+        return view if len(view) == num_rows else view[:num_rows]
 
     def own(self, array: jax.Array, num_rows: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
         """Copies the first rows of a result into a tensor of torch's own, on the current stream.
@@ -297,7 +325,7 @@ class SharedRows:
         if shared is None or shared.shape[0] < capacity:
             shared = self._rows = empty((capacity, width), first.dtype, self._device)
             self._arrays = {}
-        rows = shared[: first.shape[0]]
+        rows = shared if len(shared) == len(first) else shared[: len(first)]
         if len(parts) == 1:
             rows.copy_(first.detach() if first.requires_grad else first)
         else:
@@ -370,6 +398,11 @@ def alias(tensor: torch.Tensor) -> jax.Array:
             "first: torch.empty_like(tensor).copy_(tensor)."
         )
     return array
+
+
+def int64_pairs(ints: Int32[Array, "B K"]) -> Int32[Array, "B 2K"]:
+    """Writes int32 values as torch reads int64: a low half and a high one each."""
+    return jnp.stack([ints, ints >> 31], axis=-1).reshape(len(ints), -1)  # little-endian
 
 
 def _decode(words: Array, kind: Kind) -> Array:

@@ -66,9 +66,9 @@ def _quiet() -> Iterator[None]:
     sys.unraisablehook = pass_on
     try:
         yield
+        sys.unraisablehook = hook  # after an error it stays: such reports come late, too
     finally:
         log.setLevel(level)
-        sys.unraisablehook = hook
 
 
 def _checkpointer() -> Any:

@@ -27,7 +27,11 @@ token of plain decoding; 2 where the words do not parse; 130 after Ctrl-C.
 def command() -> NoReturn:
     """Runs the command that this process was started with, and ends the process."""
     code = main()
-    if code == _INTERRUPTED:  # Python's way out crashes where XLA still compiles in a thread
+    if code:
+        # Python's way out crashes where XLA still compiles in a thread, and prints tracebacks of
+        # what Orbax left unfinished.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
 
