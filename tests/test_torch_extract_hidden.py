@@ -130,3 +130,44 @@ def test_hidden_states_that_do_not_fit_are_refused(rng):
     for wrong in (states(rng, 3)[:1], [*states(rng, 3)[:1], *states(rng, 2)[:1]]):
         with pytest.raises(ValueError, match="`target_hidden_states` has shapes"):
             proposer.propose(sampled, wrong, metadata)
+
+
+@pytest.mark.parametrize(
+    "name, value, error",
+    [
+        ("sampled_token_ids", [[1]], TypeError),
+        ("sampled_token_ids", torch.zeros(1, dtype=torch.int32), ValueError),
+        ("target_hidden_states", [], ValueError),
+        ("slot_mapping", None, TypeError),
+        ("slot_mapping", torch.zeros(3), TypeError),
+        ("slot_mapping", torch.zeros(2, dtype=torch.int64), ValueError),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named(rng, name, value, error):
+    proposer = make()
+    slots = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    given = {
+        "sampled_token_ids": torch.zeros((1, 1), dtype=torch.int32, device=DEVICE),
+        "target_hidden_states": states(rng, 3),
+        "common_attn_metadata": SimpleNamespace(slot_mapping=slots),
+    }
+    assert proposer.propose(1, *given.values()).shape == (1, 1)
+    value = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+    if name == "slot_mapping":
+        name, value = "common_attn_metadata", SimpleNamespace(slot_mapping=value)
+    with pytest.raises(error, match="ExtractHiddenStatesProposer: `"):
+        proposer.propose(**given | {name: value})
+
+
+def test_a_discard_mask_has_an_entry_for_each_request():
+    proposer, requests = make(), {"a": SimpleNamespace(get_token_id=lambda index: 40 + index)}
+    batch = SimpleNamespace(num_reqs=1, req_ids=["a"], vocab_size=64, num_tokens_no_spec=[3])
+    sampled = torch.tensor([[5, 6]], device=DEVICE)
+    for size in (1, 4):
+        mask = torch.ones(size, dtype=torch.bool, device=DEVICE)
+        token, _ = proposer.prepare_next_token_ids_padded(
+            None, sampled, requests, batch, discard_request_mask=mask
+        )
+        assert token.tolist() == [42]
+    with pytest.raises(ValueError, match="`discard_request_mask` has 0 entries, wanted 1 or more"):
+        proposer.prepare_next_token_ids_padded(sampled, requests, batch, mask[:0])

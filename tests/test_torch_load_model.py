@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -139,3 +140,34 @@ def test_pages_come_from_the_cache_config_without_one():
     proposer.vllm_config.cache_config.block_size = 32
     proposer.dummy_run(4)
     assert pages_of(proposer) == (5, 32)
+
+
+@pytest.mark.parametrize(
+    "weight, words",
+    [
+        (None, "of the target's head is missing"),
+        (torch.zeros((128, 64), dtype=torch.int8), "head is torch.int8 on cpu"),
+        (torch.zeros((128, 64), device="meta"), "head is torch.float32 on meta"),
+    ],
+    ids=["missing", "quantised", "meta"],
+)
+def test_a_table_that_holds_no_weights_is_an_error(weight, words):
+    target: Any = tables("target_llama")
+    del target.lm_head
+    target.lm_head = SimpleNamespace(weight=weight)
+    with pytest.raises(TypeError, match=words):
+        eagle("eagle1_llama", "eagle").load_model(target)
+
+
+def test_what_is_no_target_is_an_error():
+    with pytest.raises(TypeError, match="EagleProposer: `target_model` is a NoneType, wanted a"):
+        eagle().load_model(None)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("size", [0, 3, 7])
+def test_pages_that_do_not_fill_the_blocks_are_an_error(size):
+    proposer = eagle()
+    proposer.initialize_attn_backend(*kv_cache(LIMITS))
+    with pytest.raises(ValueError, match=rf"`kernel_block_sizes` is \[{size}\], wanted sizes that"):
+        proposer.initialize_attn_backend(kv_cache(LIMITS)[0], [size])
+    assert proposer.block_size == 8

@@ -153,7 +153,8 @@ def extended(
     """Puts what was extended on the device into new metadata, and its host copies beside it."""
     start = cad.query_start_loc_cpu[: cad.num_reqs + 1]
     num_live = int((start[:-1] < start[-1:]).sum())
-    added = torch.arange(start.shape[0], dtype=start.dtype).clamp(max=num_live) * num_new_tokens
+    added = torch.arange(start.shape[0], dtype=start.dtype, device=start.device)
+    added = added.clamp(max=num_live) * num_new_tokens
     return changed(
         cad,
         query_start_loc=query_start_loc,

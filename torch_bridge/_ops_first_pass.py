@@ -325,11 +325,12 @@ def set_inputs_first_pass_dflash(
         page_size=block_size,
     )
     host = cad.query_start_loc_cpu[: B + 1]
+    places = torch.arange(B + 1, dtype=torch.int32, device=host.device)
     num_live = int((host[:-1] < host[-1:]).sum())
     block = changed(
         cad,
         query_start_loc=start,
-        query_start_loc_cpu=torch.arange(B + 1, dtype=torch.int32).clamp(max=num_live) * width,
+        query_start_loc_cpu=places.clamp(max=num_live) * width,
         seq_lens=seq_lens,
         num_actual_tokens=num_live * width,
         max_query_len=width,

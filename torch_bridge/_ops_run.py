@@ -275,6 +275,8 @@ def changed(metadata: Any, **values: Any) -> Any:
 @torch.inference_mode(False)
 def on_device(values: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Copies numbers to a device; nothing waits for it on the host."""
+    # The device is named: a caller may have set another default one.
     if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(values, dtype=dtype, device="cpu")
+    pinned = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True)
+    return pinned.to(device, non_blocking=True)

@@ -9,6 +9,7 @@ import torch
 import jspec
 from jspec import proposers
 from jspec.proposers.base import Reads
+from jspec.proposers.fitting import check_params
 from jspec.state import Memory, Params
 from torch_bridge import weights
 from torch_bridge.dlpack import check_not_forked, check_preallocation, jax_device, placement
@@ -108,7 +109,8 @@ class DeviceProposer:
           params: its weights, on the drafter's device.
 
         Raises:
-          ValueError: the config is of another method, or drafts another number of tokens.
+          ValueError: the config is of another method or drafts another number of tokens, or the
+            params do not fit it. TypeError: they are no nested dict of arrays.
         """
         owner, name = type(self).__name__, proposers.of(config).name
         if name not in self.methods or config.num_drafts != self.settings.num_drafts:
@@ -117,6 +119,7 @@ class DeviceProposer:
                 f"{' or '.join(self.methods)} with {self.settings.num_drafts}. Make it with the "
                 "method and num_speculative_tokens of the speculative config."
             )
+        check_params(owner, config, params)
         self.config, self._params, self._memory = config, params, None
         self._reads = proposers.of(config).reads(config)
         self._drafts.clear()
@@ -132,12 +135,21 @@ class DeviceProposer:
         Args:
           kv_cache_config: `num_blocks` and `kv_cache_groups[0].kv_cache_spec.block_size` are read.
           kernel_block_sizes: slots per page by group, where block tables count smaller pages.
+
+        Raises:
+          ValueError: a size is missing, or pages of it do not fill the blocks.
         """
         owner = type(self).__name__
         num_pages = read(kv_cache_config, "num_blocks", owner=owner)
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         block_size = read(spec, "block_size", owner=owner)
         page_size = kernel_block_sizes[0] if kernel_block_sizes else block_size
+        if page_size < 1 or num_pages * block_size % page_size:
+            raise ValueError(
+                f"{owner}: `kernel_block_sizes` is {kernel_block_sizes}, wanted sizes that divide "
+                f"the {num_pages} blocks of {block_size} slots evenly. Pass what vLLM's runner "
+                "passes, or None for pages of that size."
+            )
         self.kv_cache_gid = 0
         self._set_pages(num_pages * block_size // page_size, page_size)
 

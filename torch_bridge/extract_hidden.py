@@ -17,11 +17,12 @@ from jspec.axes import PAD_SLOT
 from jspec.metadata import next_power_of_2
 from jspec.models import hidden_cache
 from jspec.proposers.extract_hidden import ExtractHiddenStatesConfig
+from torch_bridge._ops_run import check_tensors, first_rows
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked, to_torch
 from torch_bridge.packing import Field, Layout, int64_pairs, kind_of
-from torch_bridge.prepare import backup_tokens
-from torch_bridge.settings import read
+from torch_bridge.prepare import backup_tokens, metadata_first
+from torch_bridge.settings import count_first, read
 
 
 class ExtractHiddenStatesProposer(DeviceProposer):
@@ -74,6 +75,7 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         )
         self.set_drafter(config, None)
 
+    @count_first
     def propose(
         self,
         sampled_token_ids: torch.Tensor,
@@ -101,14 +103,19 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         del slot_mappings, num_speculative_tokens
         check_not_forked()
         self._ready()
-        num_rows, size = target_hidden_states[0].shape[0], self.config.hidden_size
+        owner, size = type(self).__name__, self.config.hidden_size
+        check_tensors(owner, {"sampled_token_ids": (sampled_token_ids, "int B W")})
         shapes = [tuple(states.shape) for states in target_hidden_states]
+        num_rows = shapes[0][0] if shapes and shapes[0] else 0
         if shapes != [(num_rows, size)] * len(self.config.hidden_layers):
             raise ValueError(
-                f"{type(self).__name__}: `target_hidden_states` has shapes {shapes}, wanted "
+                f"{owner}: `target_hidden_states` has shapes {shapes}, wanted "
                 f"{len(self.config.hidden_layers)} of [T, {size}], one for each layer that is kept."
             )
-        slots = common_attn_metadata.slot_mapping[:num_rows]
+        slots = first_rows(
+            owner,
+            *("slot_mapping", common_attn_metadata.slot_mapping, "int", num_rows, self.device),
+        )
         capacity = next_power_of_2(num_rows)
         layout = Layout((Field("slot_mapping", "T", kind=kind_of(slots)),), (("T", capacity),))
         self._packer.follow_stream()
@@ -123,11 +130,19 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         with torch.inference_mode(False):  # so that it may be written to anywhere
             return sampled_token_ids[:, :1].clone()
 
-    def prepare_next_token_ids_padded(self, *args: Any, **kwargs: Any) -> Any:
+    @metadata_first
+    def prepare_next_token_ids_padded(
+        self,
+        sampled_token_ids: torch.Tensor,
+        requests: Mapping[str, Any],
+        gpu_input_batch: Any,
+        discard_request_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Picks each request's first sampled token, or the last known one where it is none.
 
+        Takes vLLM's leading `common_attn_metadata`, too, and does not read it.
+
         Args:
-          common_attn_metadata: not read; later releases leave it out.
           sampled_token_ids: int [B, W].
           requests: by id, with `get_token_id`.
           gpu_input_batch: `num_reqs`, `req_ids`, `num_tokens_no_spec` and `vocab_size` are read.
@@ -136,14 +151,19 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         Returns:
           (next_token_ids int32 [B], count int32 [B]): the count is 1 for a token of the vocabulary,
           of a discarded request as well.
+
+        Raises:
+          TypeError, ValueError: a tensor does not fit; named.
         """
-        names = ("sampled_token_ids", "requests", "gpu_input_batch", "discard_request_mask")
-        kwargs = dict(zip(names, args[-len(names) :], strict=False)) | kwargs
-        sampled = kwargs["sampled_token_ids"][:, 0]
-        batch, discard = kwargs["gpu_input_batch"], kwargs["discard_request_mask"]
-        backup = backup_tokens(kwargs["requests"], batch, len(sampled), sampled.device)
+        op, batch = "prepare_next_token_ids_padded", gpu_input_batch
+        check_tensors(op, {"sampled_token_ids": (sampled_token_ids, "int B W")})
+        sampled, discard = sampled_token_ids[:, 0], discard_request_mask
+        discard = first_rows(
+            op, "discard_request_mask", discard, "bool", len(sampled), sampled.device
+        )
+        backup = backup_tokens(requests, batch, len(sampled), sampled.device)
         is_token = (sampled >= 0) & (sampled < batch.vocab_size)
-        kept = is_token & ~discard[: len(sampled)]
+        kept = is_token & ~discard
         return torch.where(kept, sampled.to(torch.int32), backup), is_token.to(torch.int32)
 
     def read_hidden_states(self, block_table_row: Sequence[int], num_tokens: int) -> torch.Tensor:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import torch
 from jaxtyping import Array, Float, Int32
 
-from jspec import proposers
 from jspec.axes import PAD_SLOT
 from jspec.metadata import next_power_of_2, row_request
 from jspec.state import Batch
+from torch_bridge import rows
+from torch_bridge._ops_run import check_tensors
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked
 from torch_bridge.packing import Field, Layout, int64_pairs, kind_of
@@ -54,6 +55,7 @@ class LLMProposer(Preparing, DeviceProposer):
             )
             tokens = self._run(
                 bucket,
+                {"B": 0, "T": 0},
                 self.num_speculative_tokens,
                 hidden,
                 target_token_ids=nothing,
@@ -61,7 +63,7 @@ class LLMProposer(Preparing, DeviceProposer):
                 next_token_ids=nothing,
                 query_start_loc=torch.zeros(1, dtype=torch.int32, device=self.device),
                 seq_lens=nothing,
-                num_rejected=nothing,
+                num_rejected_tokens_gpu=nothing,
                 block_table_tensor=nothing.reshape(0, columns),
             )
             self._packer.take(tokens, 0)  # the next step is packed where this one is read
@@ -120,26 +122,49 @@ class LLMProposer(Preparing, DeviceProposer):
                 f"{owner}: `mm_embed_inputs` has embeddings, which the bridge does not pass on. "
                 "Pass None: drafts are then made from the tokens, as vLLM's own Llama heads do."
             )
-        cad = common_attn_metadata
-        num_requests, num_rows = cad.num_reqs, target_token_ids.shape[0]
-        query_start = _first(cad.query_start_loc, num_requests + 1)
-        rejected = num_rejected_tokens_gpu
-        if rejected is None:
-            rejected = self._packer.zeros(num_requests)
-            if token_indices_to_sample is not None:
-                rejected = (query_start[1:] - 1 - token_indices_to_sample).to(torch.int32)
-        if target_positions.ndim == 2:
-            target_positions = target_positions.T if self._has_axes else target_positions[0]
-        tokens = self._run(
-            self._bucket(num_requests, num_rows),
-            columns,
-            target_hidden_states,
+        cad, index, rejected = (
+            common_attn_metadata,
+            token_indices_to_sample,
+            num_rejected_tokens_gpu,
+        )
+        _check_are_tensors(
+            owner,
             target_token_ids=target_token_ids,
             target_positions=target_positions,
             next_token_ids=next_token_ids,
+            query_start_loc=cad.query_start_loc,
+            seq_lens=cad.seq_lens,
+            block_table_tensor=cad.block_table_tensor,
+        )
+        num_requests, num_rows = cad.num_reqs, len(target_token_ids)
+        query_start = _first(cad.query_start_loc, num_requests + 1)
+        if rejected is not None:
+            _check_are_tensors(owner, num_rejected_tokens_gpu=rejected)
+        elif index is None:
+            rejected = self._packer.zeros(num_requests)
+        else:
+            check_tensors(
+                owner,
+                {
+                    "next_token_ids": (next_token_ids, "int B"),
+                    "token_indices_to_sample": (index, "int B"),
+                },
+                self.device,
+            )
+            rejected = (query_start[1:] - 1 - index).to(torch.int32)
+        if target_positions.ndim == 2:
+            target_positions = self._in_axes(target_positions)
+        tokens = self._run(
+            self._bucket(num_requests, num_rows),
+            {"B": num_requests, "T": num_rows},
+            columns,
+            target_hidden_states,
             query_start_loc=query_start,
+            target_token_ids=target_token_ids,
+            target_positions=target_positions,
+            next_token_ids=next_token_ids,
             seq_lens=_first(cad.seq_lens, num_requests),
-            num_rejected=rejected,
+            num_rejected_tokens_gpu=rejected,
             block_table_tensor=_first(cad.block_table_tensor, num_requests),
         )
         drafts = self._packer.take(tokens, num_requests)
@@ -150,15 +175,19 @@ class LLMProposer(Preparing, DeviceProposer):
         return None
 
     def _run(
-        self, bucket: tuple[int, int], columns: int, hidden: torch.Tensor, **tensors: torch.Tensor
+        self,
+        bucket: tuple[int, int],
+        sizes: dict[str, int],
+        columns: int,
+        hidden: torch.Tensor,
+        **tensors: torch.Tensor,
     ) -> Int32[Array, "B 2K"]:
         """Runs a step that is padded to a bucket (requests, rows)."""
-        sizes = {"B": tensors["next_token_ids"].shape[0], "T": tensors["target_token_ids"].shape[0]}
         forms = [(tensor.dtype, tensor.shape[1:]) for tensor in tensors.values()]
         key = (bucket, columns, *forms)
         compiled = self._drafts.get(key)
         if compiled is None:
-            layout = _layout(bucket, tensors)
+            layout = self._layout(bucket, tensors)
             compiled = self._drafts[key] = layout, _compiled(self.config, layout, columns)
         layout, draft = compiled
         states = None
@@ -173,8 +202,9 @@ class LLMProposer(Preparing, DeviceProposer):
         self, hidden: torch.Tensor, num_rows: int, capacity: int
     ) -> Float[Array, "T D"]:
         reads = self._reads
-        if hidden is None or hidden.shape != (num_rows, reads.hidden_size):
-            got = "None" if hidden is None else f"of shape {tuple(hidden.shape)}"
+        is_tensor = isinstance(hidden, torch.Tensor)
+        if not is_tensor or hidden.shape != (num_rows, reads.hidden_size):
+            got = f"of shape {tuple(hidden.shape)}" if is_tensor else f"a {type(hidden).__name__}"
             raise ValueError(
                 f"{type(self).__name__}: `target_hidden_states` is {got}, wanted "
                 f"{(num_rows, reads.hidden_size)}: the target's states {list(reads.hidden_layers)} "
@@ -183,6 +213,46 @@ class LLMProposer(Preparing, DeviceProposer):
         # Before the pack: JAX waits for what the stream holds when it gets the packed array.
         self._packer.follow_stream()
         return self._hidden.write([hidden], capacity, "target_hidden_states")
+
+    def _ready(self) -> None:
+        if self._memory is None:
+            super()._ready()
+            self._memory = rows.followed(self._memory)
+
+    def _layout(self, bucket: tuple[int, int], tensors: dict[str, torch.Tensor]) -> Layout:
+        """Lays a step out, and checks dtypes and ranks, once for each; `pack` checks sizes."""
+        forms = {
+            "query_start_loc": "int B+1",
+            "target_token_ids": "int T",
+            "target_positions": "int T" if tensors["target_positions"].ndim < 2 else "int T axes",
+            "block_table_tensor": "int B M",
+        }
+        forms = {name: forms.get(name, "int B") for name in tensors}
+        check_tensors(
+            type(self).__name__,
+            {name: (tensor, forms[name]) for name, tensor in tensors.items()},
+            self.device,
+        )
+        fields = tuple(
+            Field(
+                name=name,
+                size=forms[name].split()[1][0],
+                more=int(name == "query_start_loc"),
+                shape=tuple(tensor.shape[1:]),
+                kind=kind_of(tensor),
+            )
+            for name, tensor in tensors.items()
+        )
+        return Layout(fields, (("B", bucket[0]), ("T", bucket[1])))
+
+    def _in_axes(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns [3, T] positions as the drafter reads them: all axes, or the first alone."""
+        if len(positions) != 3:
+            raise ValueError(
+                f"{type(self).__name__}: `target_positions` has shape {tuple(positions.shape)}, "
+                "wanted [T], or [3, T] with M-RoPE. Pass a position for each row of this step."
+            )
+        return positions.T if self._has_axes else positions[0]
 
     @property
     def _has_axes(self) -> bool:
@@ -228,24 +298,18 @@ class DFlashProposer(LLMProposer):
     methods = ("dflash",)
 
 
+def _check_are_tensors(owner: str, **tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{owner}: `{name}` is a {type(tensor).__name__}, wanted a torch tensor on the "
+                f"drafter's device. Make one first: torch.as_tensor({name})."
+            )
+
+
 def _first(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Returns the first entries of a buffer that may be longer."""
     return tensor if tensor.shape[0] == size else tensor[:size]
-
-
-def _layout(bucket: tuple[int, int], tensors: dict[str, torch.Tensor]) -> Layout:
-    letters = {"target_token_ids": "T", "target_positions": "T"}
-    fields = tuple(
-        Field(
-            name=name,
-            size=letters.get(name, "B"),
-            more=int(name == "query_start_loc"),
-            shape=tuple(tensor.shape[1:]),
-            kind=kind_of(tensor),
-        )
-        for name, tensor in tensors.items()
-    )
-    return Layout(fields, (("B", bucket[0]), ("T", bucket[1])))
 
 
 def _compiled(config: Any, layout: Layout, columns: int) -> Any:
@@ -256,7 +320,7 @@ def _compiled(config: Any, layout: Layout, columns: int) -> Any:
         with jax.named_scope("unpack"):
             batch = _batch(*layout.unpack(words), hidden)
         with jax.named_scope("propose"):
-            memory, drafts = proposers.propose(config, params, memory, batch, num_drafts=columns)
+            memory, drafts = rows.propose(config, params, memory, batch, num_drafts=columns)
         # Something is returned in any case: it is what orders the next step behind this one.
         tokens = drafts.tokens if columns else jnp.zeros_like(batch.next_token)[:, None]
         return memory, int64_pairs(tokens)
@@ -277,7 +341,7 @@ def _batch(
     start = jnp.where(request < sizes["B"], start, end)
     length = jnp.diff(start)
     # A request whose rows were all rejected kept nothing: the original drafts from its neighbour.
-    rejected = jnp.where(live, arrays["num_rejected"], 0)
+    rejected = jnp.where(live, arrays["num_rejected_tokens_gpu"], 0)
     keeps = live & (rejected < length)
     rejected = jnp.clip(rejected, 0, jnp.maximum(length - 1, 0))
     seq_lens = jnp.where(live, arrays["seq_lens"], 0)

@@ -14,6 +14,7 @@ from jspec.state import Batch
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked
 from torch_bridge.packing import Layout, int64_pairs
+from torch_bridge.settings import count_first, drafts_of_step
 
 
 class MedusaProposer(DeviceProposer):
@@ -21,17 +22,21 @@ class MedusaProposer(DeviceProposer):
 
     methods = ("medusa",)
 
+    @count_first
     def propose(
         self,
         target_hidden_states: torch.Tensor,
         sampling_metadata: Any = None,
         slot_mappings: Any = None,
+        *,
+        num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
         """Drafts the next tokens of each request, greedily, without waiting for the device.
 
         Args:
           target_hidden_states: float [B, D] of each request's last accepted row.
           sampling_metadata, slot_mappings: not read.
+          num_speculative_tokens: K of this step, by default the configured one.
 
         Returns:
           int64 [B, K] drafts of torch's own, one of each head.
@@ -43,12 +48,16 @@ class MedusaProposer(DeviceProposer):
         del sampling_metadata, slot_mappings
         check_not_forked()
         self._ready()
+        columns = drafts_of_step(
+            type(self).__name__, num_speculative_tokens, self.num_speculative_tokens
+        )
         wanted = self._reads.hidden_size
-        if target_hidden_states.ndim != 2 or target_hidden_states.shape[1] != wanted:
+        is_tensor = isinstance(target_hidden_states, torch.Tensor)
+        if not is_tensor or target_hidden_states.shape[1:] != (wanted,):
+            got = f"of shape {tuple(target_hidden_states.shape)}" if is_tensor else "no tensor"
             raise ValueError(
-                f"MedusaProposer: `target_hidden_states` has shape "
-                f"{tuple(target_hidden_states.shape)}, wanted [B, {wanted}], the state of each "
-                "request's last accepted row after the target's final norm."
+                f"MedusaProposer: `target_hidden_states` is {got}, wanted [B, {wanted}], the state "
+                "of each request's last accepted row after the target's final norm."
             )
         num_requests = target_hidden_states.shape[0]
         capacity = next_power_of_2(num_requests)
@@ -60,7 +69,8 @@ class MedusaProposer(DeviceProposer):
         if draft is None:
             draft = self._drafts[layout] = _compiled(self.config, layout)
         self._memory, tokens = draft(self._params, self._memory, words, hidden)
-        return self._packer.take(tokens, num_requests)
+        drafts = self._packer.take(tokens, num_requests)
+        return drafts if columns == drafts.shape[1] else drafts[:, :columns].contiguous()
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:

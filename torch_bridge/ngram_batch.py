@@ -140,5 +140,6 @@ def to_device(
     rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Copies rows of equal length to a device without waiting for it."""
-    tensor = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
+    # A caller may have set another default device.
+    tensor = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)

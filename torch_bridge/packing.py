@@ -168,16 +168,17 @@ class Packer:
         Returns:
           int64 [num_rows, K].
         """
-        if self.stream is None:
-            rows = np.array(pairs)[:num_rows]  # waits for the result
-            return torch.from_numpy(rows.view(np.int64))
         self.follow_stream()
-        view = self.stream.view(pairs)
-        # JAX may use memory that torch has let go of for its next result. It waits by then for
-        # what torch had queued before the step in between.
-        self._taken.append(view)
-        view = view.view(torch.int64)
-        return view if len(view) == num_rows else view[:num_rows]
+        with torch.inference_mode(False):  # what comes out may be written to anywhere
+            if self.stream is None:
+                rows = np.array(pairs)[:num_rows]  # waits for the result
+                return torch.from_numpy(rows.view(np.int64))
+            view = self.stream.view(pairs)
+            # JAX may use memory that torch has let go of for its next result. It waits by then for
+            # what torch had queued before the step in between.
+            self._taken.append(view)
+            view = view.view(torch.int64)
+            return view if len(view) == num_rows else view[:num_rows]
 
     def own(self, array: jax.Array, num_rows: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
         """Copies the first rows of a result into a tensor of torch's own, on the current stream.

@@ -14,7 +14,7 @@ from jspec.axes import PAD_TOKEN
 from torch_bridge._ops_run import changed, check_tensors, first_rows, on_device
 
 
-def _metadata_first(method: Callable[..., Any]) -> Callable[..., Any]:
+def metadata_first(method: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a method take `common_attn_metadata` in front, as releases up to 0.20 pass it."""
 
     @functools.wraps(method)
@@ -72,7 +72,7 @@ class Preparing:
             next_token_ids.append(int(request.get_token_id(place)))
         return on_device(next_token_ids, self.device, torch.int32)
 
-    @_metadata_first
+    @metadata_first
     def prepare_next_token_ids_padded(
         self,
         sampled_token_ids: torch.Tensor,
@@ -215,9 +215,9 @@ class Preparing:
             rows.extend(range(start, end - num_rejected))
             kept_starts.append(len(rows))
             lengths[r] -= num_rejected
-        kept = torch.tensor(kept_starts, dtype=torch.int32)
+        kept = torch.tensor(kept_starts, dtype=torch.int32, device="cpu")
         token_indices = on_device(rows, self.device, torch.int64)
-        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
         metadata = changed(
             cad,
             query_start_loc=on_device(kept_starts, self.device, torch.int32),

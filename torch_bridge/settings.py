@@ -1,7 +1,9 @@
 """What a drafter needs of vLLM's configuration, read by attribute: vLLM is not imported."""
 
 import functools
+import operator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -95,6 +97,8 @@ def torch_device(device: Any, owner: str) -> torch.device:
             f"{owner}: `device` is {device!r}, wanted a torch device. Pass for example "
             "torch.device('cuda:0') or 'cpu'."
         ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")  # tensors never say cpu:0
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -105,7 +109,7 @@ def count_first(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
-        if args and isinstance(args[0], int):
+        if args and isinstance(args[0], Integral):
             kwargs["num_speculative_tokens"], args = args[0], args[1:]
         return method(self, *args, **kwargs)
 
@@ -116,13 +120,20 @@ def drafts_of_step(owner: str, asked: int | None, most: int) -> int:
     """Returns K of a step: what the caller asks for, or else the configured number.
 
     Raises:
-      ValueError: it is below 0 or above the configured number.
+      TypeError: it is no integer. ValueError: it is below 0 or above the configured number.
     """
     if asked is None:
         return most
+    try:
+        asked = operator.index(asked)
+    except TypeError as error:
+        raise TypeError(
+            f"{owner}: `num_speculative_tokens` is {asked!r}, wanted an int from 0 to {most}. Pass "
+            "a whole number."
+        ) from error
     if not 0 <= asked <= most:
         raise ValueError(
             f"{owner}: `num_speculative_tokens` is {asked}, wanted 0 to {most}, which the "
             "speculative config says. Raise it there."
         )
-    return int(asked)
+    return asked

@@ -14,6 +14,7 @@ from torch_bridge.dlpack import jax_device, to_jax
 from torch_bridge.packing import alias
 from torch_bridge.settings import read
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -35,9 +36,15 @@ def target_of(
       owner: for messages.
 
     Raises:
-      AttributeError: the module has no such table. ValueError: a table is a part of one, as with
+      AttributeError: the module has no such table. TypeError: `target` is neither, or a table is
+        not of floats, as with quantisation. ValueError: a table is a part of one, as with
         tensor parallelism.
     """
+    if not isinstance(target, torch.nn.Module | str | PathLike):
+        raise TypeError(
+            f"{owner}: `target_model` is a {type(target).__name__}, wanted a torch module or a "
+            "path. Pass the target's module, or the path of its checkpoint."
+        )
     if not isinstance(target, torch.nn.Module):
         return _from_disk(target, vllm_config, device, owner)
     config = ModelConfig.from_hf(_as_dict(read(vllm_config, "model_config.hf_config", owner=owner)))
@@ -50,22 +57,29 @@ def target_of(
             f"{owner}: `target_model` is a {type(target).__name__} without model.embed_tokens or "
             "model.embedding. Pass the target's module, or the path of its checkpoint."
         )
-    tables = {"embed": embedding.weight}
+    tables = {"embed": getattr(embedding, "weight", None)}
     if not config.tie_embeddings:
         head = getattr(language_model, "lm_head", None)
+        tables["head"] = getattr(head, "weight", None)
         if head is None:
             raise AttributeError(
                 f"{owner}: `target_model` is a {type(target).__name__} without lm_head. Pass the "
                 "target's module, or the path of its checkpoint."
             )
-        tables["head"] = head.weight
     params = {name: _share(name, table, config, device, owner) for name, table in tables.items()}
     return Model(config, params, None, None, ())
 
 
 def _share(
-    name: str, table: torch.Tensor, config: ModelConfig, device: torch.device, owner: str
+    name: str, table: Any, config: ModelConfig, device: torch.device, owner: str
 ) -> jax.Array:
+    if not isinstance(table, torch.Tensor) or table.dtype not in _FLOATS or table.is_meta:
+        got = f"{table.dtype} on {table.device}" if isinstance(table, torch.Tensor) else "missing"
+        raise TypeError(
+            f"{owner}: the weight of the target's {name} is {got}, wanted bfloat16, float16 or "
+            "float32, in memory. Pass the path of the target's checkpoint where the module holds "
+            "it in another form (quantised, or on another pipeline rank)."
+        )
     V, D = config.vocab_size, config.hidden_size
     if table.shape[0] < V or table.shape[1:] != (D,):
         raise ValueError(

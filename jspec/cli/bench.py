@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,9 @@ def _measure(
             halves = measure.halves(model, first, *drafter, **options, **drafting)
         finally:
             progress.finish()
+        if not sys.stderr.isatty():  # where no progress line is shown: a sign of life
+            speed = f"{report.tokens_per_second:.1f} tokens/s"
+            print(f"{method}: {len(ids)} prompts, {speed}", file=sys.stderr, flush=True)
         plain = plain or report
         num_drafts = drafter.config.num_drafts if drafter.config else 0
         row = measure.summary(method, num_drafts, report, plain) | halves._asdict()

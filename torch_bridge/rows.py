@@ -1,0 +1,119 @@
+"""Memory by request for drafters that have one, where a runner names requests by their order alone.
+
+The order changes from step to step. What stays with a request is where its KV lies: the slot of its
+last accepted token is the one before its next step's first row.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jspec import proposers
+from jspec.axes import INT32_MAX, PAD_SLOT
+from jspec.proposers import _in_turn
+from jspec.state import Batch, Drafts, Memory, Params, pytree
+
+
+@pytree
+class FollowedMemory:
+    """A drafter's memory whose rows follow the requests.
+
+    Attributes:
+      inner: the drafter's.
+      slot: KV slot of the last accepted token of the request that used each row; PAD where none
+        did.
+      idle: steps since a row was used. A new request takes the row that was idle longest.
+    """
+
+    inner: _in_turn.Memory
+    slot: Int32[Array, "R"]
+    idle: Int32[Array, "R"]
+
+
+def followed(memory: Memory) -> Memory:
+    """Lets the rows of a memory that has some follow the requests; others stay as they are."""
+    if not isinstance(memory, _in_turn.Memory):
+        return memory
+    shape, place = memory.next_position.shape, memory.next_position.sharding
+    nothing, zeros = np.full(shape, PAD_SLOT, np.int32), np.zeros(shape, np.int32)
+    slot, idle = jax.device_put((nothing, zeros), place)  # committed, as what a step returns
+    return FollowedMemory(inner=memory, slot=slot, idle=idle)
+
+
+def propose(
+    config: object, params: Params, memory: Memory, batch: Batch, *, num_drafts: int
+) -> tuple[Memory, Drafts]:
+    """Drafts as `jspec.proposers.propose`, whatever order the requests are in.
+
+    Args:
+      config, params, num_drafts: as there.
+      memory: of `followed`.
+      batch: the step; `request_slot` only tells which requests are padding.
+
+    Returns:
+      (memory, drafts).
+    """
+    if not isinstance(memory, FollowedMemory):
+        return proposers.propose(config, params, memory, batch, num_drafts=num_drafts)
+    memory, batch = _follow(memory, batch)
+    inner, drafts = proposers.propose(config, params, memory.inner, batch, num_drafts=num_drafts)
+    return dataclasses.replace(memory, inner=inner), drafts
+
+
+def _follow(memory: FollowedMemory, batch: Batch) -> tuple[FollowedMemory, Batch]:
+    """Finds the row of each request, or gives it one."""
+    inner, num_rows = memory.inner, len(memory.slot)
+    start, end = batch.query_start[:-1], batch.query_start[1:]
+    runs = (batch.request_slot >= 0) & (end > start)
+    index = jnp.asarray(batch.positions if batch.token_index is None else batch.token_index)
+    first = index.at[start].get(mode="clip", wrap_negative_indices=False)
+    slot = _slot(batch, first - 1, inner.cache.page_size)
+    same = (memory.slot[None] == slot[:, None]) & (inner.next_position[None] == first[:, None])
+    same &= (runs & (slot >= 0))[:, None]  # [B, R]
+    # Pages are used again: of two rows the one that was used last is the request's.
+    source = jnp.argmax(jnp.where(same, INT32_MAX - memory.idle, -1), axis=1)
+    found = same.any(axis=1)
+    # Requests that share a cached prefix may find one row: the others of them get copies.
+    claims = found[:, None] & (source[:, None] == jnp.arange(num_rows)[None])  # [B, R]
+    owns = found & (jnp.cumsum(claims, axis=0) == 1)[jnp.arange(len(source)), source]
+
+    is_kept = (claims & owns[:, None]).any(axis=0)
+    oldest = jnp.argsort(jnp.where(is_kept, -1, memory.idle), descending=True)
+    needs = runs & ~owns
+    rank = jnp.cumsum(needs) - 1
+    free = oldest.at[rank].get(mode="clip", wrap_negative_indices=False)
+    has_room = rank < num_rows - is_kept.sum()
+    row = jnp.where(owns, source, jnp.where(needs & has_room, free, PAD_SLOT)).astype(jnp.int32)
+
+    def put(x: Array, values: Array | int) -> Array:
+        return x.at[..., row].set(values, mode="drop", wrap_negative_indices=False)
+
+    outputs = inner.outputs.at[:, source].get(mode="clip", wrap_negative_indices=False)
+    inner = dataclasses.replace(
+        inner,
+        outputs=inner.outputs.at[:, row].set(outputs, mode="drop", wrap_negative_indices=False),
+        next_position=put(inner.next_position, jnp.where(found, first, PAD_SLOT)),
+    )
+    last = index.at[batch.last_index].get(mode="clip", wrap_negative_indices=False)
+    memory = FollowedMemory(
+        inner=inner,
+        slot=put(memory.slot, _slot(batch, last, inner.cache.page_size)),
+        idle=put(jnp.minimum(memory.idle, INT32_MAX - 1) + 1, 0),
+    )
+    return memory, dataclasses.replace(batch, request_slot=row)
+
+
+def _slot(batch: Batch, index: Int32[Array, "B"], page_size: int) -> Int32[Array, "B"]:
+    """KV slot of a place in each request; PAD where there is none."""
+    request = jnp.arange(len(index), dtype=jnp.int32)
+    page = (
+        jnp.asarray(batch.block_table)
+        .at[request, jnp.where(index < 0, PAD_SLOT, index // page_size)]
+        .get(mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False)
+    )
+    # A page so large that its slots would wrap around is no page, as in `jspec`'s own lookups.
+    is_page = (page >= 0) & (page < INT32_MAX // page_size)
+    return jnp.where(is_page, page * page_size + index % page_size, PAD_SLOT)
