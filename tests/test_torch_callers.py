@@ -13,6 +13,7 @@ import jspec  # noqa: E402
 from jspec.proposers import eagle, medusa  # noqa: E402
 from tests.torch_runner import Request, common_attn_metadata, vllm_config  # noqa: E402
 from torch_bridge import EagleProposer, MedusaProposer, NgramProposerGPU, ops  # noqa: E402
+from torch_bridge.dlpack import jax_device  # noqa: E402
 
 pytestmark = pytest.mark.any_device
 
@@ -23,7 +24,9 @@ CONFIG = jspec.EagleConfig.tiny()
 def make(device=DEVICE):
     config = vllm_config("eagle", 3, max_model_len=64, num_pages=32, page_size=4)
     drafter = EagleProposer(config, device)
-    drafter.set_drafter(CONFIG, eagle.init_params(CONFIG, jax.random.key(0), "float32"))
+    with jax.default_device(jax_device(torch.device(device))):
+        params = eagle.init_params(CONFIG, jax.random.key(0), "float32")
+    drafter.set_drafter(CONFIG, params)
     return drafter
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int32
 
 from jspec import proposers
 from jspec.axes import INT32_MAX, PAD_SLOT
+from jspec.pallas._lookup import is_page
 from jspec.proposers import _in_turn
 from jspec.state import Batch, Drafts, Memory, Params, pytree
 
@@ -114,6 +115,4 @@ def _slot(batch: Batch, index: Int32[Array, "B"], page_size: int) -> Int32[Array
         .at[request, jnp.where(index < 0, PAD_SLOT, index // page_size)]
         .get(mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False)
     )
-    # A page so large that its slots would wrap around is no page, as in `jspec`'s own lookups.
-    is_page = (page >= 0) & (page < INT32_MAX // page_size)
-    return jnp.where(is_page, page * page_size + index % page_size, PAD_SLOT)
+    return jnp.where(is_page(page, page_size), page * page_size + index % page_size, PAD_SLOT)
