@@ -37,6 +37,7 @@ class DeviceProposer:
     """
 
     methods: tuple[str, ...] = ()
+    has_pages = True
 
     def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
         del runner
@@ -165,7 +166,7 @@ class DeviceProposer:
         """Whether weights and KV pages are known: vLLM profiles before they are."""
         owner, name = type(self).__name__, "cache_config.num_gpu_blocks"
         num_pages = self._num_pages or read(self.vllm_config, name, 0, owner=owner)
-        return self.config is not None and num_pages > 0
+        return self.config is not None and (num_pages > 0 or not self.has_pages)
 
     def _ready(self) -> None:
         """Allocates the KV pages, at the first step that needs them."""
@@ -176,7 +177,9 @@ class DeviceProposer:
             raise RuntimeError(
                 f"{owner}: no drafter is loaded. Call load_model(target_model) first."
             )
-        if not self._num_pages:
+        if not self.has_pages:
+            self._set_pages(1, 1)
+        elif not self._num_pages:
             num_pages = read(self.vllm_config, "cache_config.num_gpu_blocks", owner=owner)
             self._set_pages(
                 num_pages, read(self.vllm_config, "cache_config.block_size", owner=owner)
@@ -202,7 +205,8 @@ class DeviceProposer:
         self._num_pages, self.block_size = num_pages, page_size
 
     def _dtype(self) -> torch.dtype:
-        return read(self.vllm_config, "model_config.dtype", owner=type(self).__name__)
+        dtype = read(self.vllm_config, "model_config.dtype", owner=type(self).__name__)
+        return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
     def _load_options(self, owner: str) -> dict[str, Any]:
         parallel = read(self.vllm_config, "speculative_config.parallel_drafting", None, owner=owner)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 from jaxtyping import Array, Float, Int32
 
-from jspec.axes import PAD_SLOT
+from jspec.axes import INT32_MAX, PAD_SLOT
 from jspec.metadata import next_power_of_2, row_request
 from jspec.state import Batch
 from torch_bridge import rows
@@ -22,6 +22,12 @@ from torch_bridge.dlpack import check_not_forked
 from torch_bridge.packing import Field, Layout, int64_pairs, kind_of
 from torch_bridge.prepare import Preparing
 from torch_bridge.settings import count_first, drafts_of_step
+
+_ORDER = (
+    *("query_start_loc", "target_token_ids", "target_positions", "next_token_ids", "seq_lens"),
+    *("num_rejected_tokens_gpu", "block_table_tensor"),
+)
+"""The tensors of a step, as they are packed: `query_start_loc` first says how many requests."""
 
 
 class LLMProposer(Preparing, DeviceProposer):
@@ -160,9 +166,9 @@ class LLMProposer(Preparing, DeviceProposer):
             columns,
             target_hidden_states,
             query_start_loc=query_start,
-            target_token_ids=target_token_ids,
-            target_positions=target_positions,
-            next_token_ids=next_token_ids,
+            target_token_ids=_as_int32(target_token_ids),
+            target_positions=_as_int64(target_positions),
+            next_token_ids=_as_int32(next_token_ids),
             seq_lens=_first(cad.seq_lens, num_requests),
             num_rejected_tokens_gpu=rejected,
             block_table_tensor=_first(cad.block_table_tensor, num_requests),
@@ -183,6 +189,7 @@ class LLMProposer(Preparing, DeviceProposer):
         **tensors: torch.Tensor,
     ) -> Int32[Array, "B 2K"]:
         """Runs a step that is padded to a bucket (requests, rows)."""
+        tensors = {name: tensors[name] for name in _ORDER}
         forms = [(tensor.dtype, tensor.shape[1:]) for tensor in tensors.values()]
         key = (bucket, columns, *forms)
         compiled = self._drafts.get(key)
@@ -310,6 +317,17 @@ def _check_are_tensors(owner: str, **tensors: Any) -> None:
 def _first(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Returns the first entries of a buffer that may be longer."""
     return tensor if tensor.shape[0] == size else tensor[:size]
+
+
+def _as_int32(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns int64 ids as int32, so that both run one executable; those too large remain so."""
+    if tensor.dtype != torch.int64:
+        return tensor
+    return tensor.clamp(-INT32_MAX, INT32_MAX).to(torch.int32)
+
+
+def _as_int64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.long() if tensor.dtype == torch.int32 else tensor
 
 
 def _compiled(config: Any, layout: Layout, columns: int) -> Any:

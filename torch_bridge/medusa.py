@@ -21,6 +21,7 @@ class MedusaProposer(DeviceProposer):
     """Heads on the target's last hidden state; see `DeviceProposer`."""
 
     methods = ("medusa",)
+    has_pages = False
 
     @count_first
     def propose(
