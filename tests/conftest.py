@@ -49,7 +49,6 @@ _SLOW = re.compile(
     | test_adaptive_decode\.py::test_random .* \[ (ngram_gpu|suffix|tree) \]
     | test_adaptive_decode\.py::test_drafts_kept .* \[ block \]
     | test_adaptive_decode\.py::test_a_loop_measures .* \[ (eagle|tree) \]
-    | test_adaptive_decode\.py::test_drafts_kept_by_chance .* rejection
     | test_chi_square\.py::test_texts .* 0\.7
     | test_transcripts\.py .* tokens
     | test_orbax\.py::test_every_recorded .* \[ (?!eagle3_llama\])
