@@ -25,6 +25,9 @@ __all__ = [
 
 _FIRST_CHANCE = 0.7
 """Of a draft about which nothing is known yet: worth a try."""
+_FIRST_CHANCE_IF_FREE = 0.4
+"""Where drafts cost nothing: those that are not verified are made and followed as well, so that a
+drafter that guesses right shows it in a step or two."""
 _POOL_MEMORY = 40.0
 """Outcomes that the estimate for new requests remembers."""
 
@@ -197,15 +200,14 @@ class ByEarnings:
                     f"{sorted(drafting.costs.drafts)} drafts, wanted {self.sizes} and "
                     f"{list(self.levels)}. Add what is missing, or leave costs out to measure."
                 )
-            self.costs = Meter(
-                {rows: [cost] for rows, cost in drafting.costs.passes.items()},
-                drafting.costs.drafts,
-            )
-        self._pool = Acceptance([_FIRST_CHANCE] * (tree_depth or num_drafts), _POOL_MEMORY)
+        self._depth = tree_depth or num_drafts
         self._requests: dict[int, Acceptance] = {}
         self._guesses: dict[int, list[Guess]] = {}
         self._allowance = 0.0
         self._drafted = self.levels[-1]
+        if drafting.costs is not None:
+            passes = {rows: [cost] for rows, cost in drafting.costs.passes.items()}
+            self.take_costs(passes, drafting.costs.drafts)
 
     @property
     def has_costs(self) -> bool:
@@ -215,8 +217,11 @@ class ByEarnings:
     def take_costs(
         self, passes: Mapping[int, Sequence[float]], drafts: Mapping[int, float]
     ) -> None:
-        """Starts with costs that the loop measured."""
+        """Starts with costs, those that the loop measured or the user's."""
         self.costs = Meter(passes, drafts)
+        is_free = self.costs.draft(self.levels[-1]) <= self.costs.draft(self.levels[0])
+        chance = _FIRST_CHANCE_IF_FREE if is_free else _FIRST_CHANCE
+        self._pool = Acceptance([chance] * self._depth, _POOL_MEMORY)
 
     def start(self, slot: int) -> None:
         """Starts from what is known about other requests."""

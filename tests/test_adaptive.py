@@ -106,7 +106,7 @@ def test_outcomes_of_a_request_are_those_of_its_positions_and_end_at_the_first_e
     policy.observe(0, [5], [], None)
     policy.observe(0, [6], [], None)
     kept = policy._requests[0]
-    assert kept.chances == pytest.approx([(0.7 + 2) / 3, (0.7 + 2) / 3, 0.7 / 2, 0.7], abs=1e-4)
+    assert kept.chances == pytest.approx([(0.4 + 2) / 3, (0.4 + 2) / 3, 0.4 / 2, 0.4], abs=1e-4)
 
 
 def test_a_new_request_starts_from_what_others_knew_and_forgets_the_one_before():

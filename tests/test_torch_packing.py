@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 
 from tests import torch_forms as forms  # noqa: E402
 from tests.counting import backend_compiles  # noqa: E402
-from torch_bridge.packing import Field, Layout, Packer, SharedRows, kind_of  # noqa: E402
+from torch_bridge.packing import Field, Layout, Packer, kind_of  # noqa: E402
+from torch_bridge.shared import SharedRows  # noqa: E402
 
 _DTYPES = {
     "int32": torch.int32,

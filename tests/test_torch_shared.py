@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 
 from tests import torch_forms as forms  # noqa: E402
 from torch_bridge.dlpack import jax_device, to_torch  # noqa: E402
-from torch_bridge.packing import Packer, SharedRows, alias, empty  # noqa: E402
+from torch_bridge.packing import Packer  # noqa: E402
+from torch_bridge.shared import SharedRows, alias, empty  # noqa: E402
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from tests import torch_forms as forms  # noqa: E402
 from tests.torch_runner import no_waits  # noqa: E402
 from torch_bridge import dlpack  # noqa: E402
 from torch_bridge.dlpack import Stream, jax_device, to_jax, to_torch  # noqa: E402
-from torch_bridge.packing import Field, Layout, Packer, SharedRows, alias, empty  # noqa: E402
+from torch_bridge.packing import Field, Layout, Packer  # noqa: E402
+from torch_bridge.shared import SharedRows, alias, empty  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

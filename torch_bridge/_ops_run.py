@@ -14,7 +14,8 @@ from jaxtyping import Array, Int32
 from jspec.axes import PAD_SLOT
 from jspec.metadata import next_power_of_2
 from torch_bridge.dlpack import check_not_forked, to_torch
-from torch_bridge.packing import Field, Layout, Packer, SharedRows
+from torch_bridge.packing import Field, Layout, Packer
+from torch_bridge.shared import SharedRows
 
 Arrays = Mapping[str, Array]
 """Inputs of a traced function by name, padded: entries from a tensor's own size on hold anything.
@@ -270,13 +271,3 @@ def changed(metadata: Any, **values: Any) -> Any:
     for name, value in values.items():
         object.__setattr__(new, name, value)  # a frozen dataclass will do
     return new
-
-
-@torch.inference_mode(False)
-def on_device(values: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Copies numbers to a device; nothing waits for it on the host."""
-    # The device is named: a caller may have set another default one.
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype, device="cpu")
-    pinned = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True)
-    return pinned.to(device, non_blocking=True)

@@ -13,8 +13,9 @@ from jspec.proposers.fitting import check_params
 from jspec.state import Memory, Params
 from torch_bridge import weights
 from torch_bridge.dlpack import check_not_forked, check_preallocation, jax_device, placement
-from torch_bridge.packing import Packer, SharedRows
+from torch_bridge.packing import Packer
 from torch_bridge.settings import Settings, read, torch_device
+from torch_bridge.shared import SharedRows
 
 
 class DeviceProposer:

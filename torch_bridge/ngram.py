@@ -16,13 +16,13 @@ from jspec.pallas import ngram_match
 from torch_bridge.dlpack import check_not_forked, check_preallocation, placement
 from torch_bridge.ngram_batch import (
     copy_num_valid_draft_tokens,
-    to_device,
     update_ngram_gpu_tensors_incremental,
     update_scheduler_for_invalid_drafts,
 )
 from torch_bridge.ngram_host import NgramProposer, lookup_bounds
-from torch_bridge.packing import Field, Layout, Packer, alias, empty, kind_of
+from torch_bridge.packing import Field, Layout, Packer, kind_of
 from torch_bridge.settings import Settings, count_first, drafts_of_step, torch_device
+from torch_bridge.shared import alias, empty, on_device
 
 __all__ = [
     "NgramProposer",
@@ -187,7 +187,7 @@ class NgramProposerGPU:
         if isinstance(sampled_token_ids, list):
             width = max(1, *map(len, sampled_token_ids)) if sampled_token_ids else 1
             padded = [[*row, *[PAD_TOKEN] * (width - len(row))] for row in sampled_token_ids]
-            sampled = to_device(padded, torch.int32, self.device).reshape(-1, width)
+            sampled = on_device(padded, self.device, torch.int32).reshape(-1, width)
         else:
             sampled = sampled_token_ids
         self._check("sampled_token_ids", sampled, "B W", B)

@@ -4,10 +4,12 @@ The functions take vLLM's own objects, read and written by attribute. Source: vL
 v1/spec_decode/ngram_proposer_gpu.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from torch_bridge.shared import on_device
 
 
 def update_scheduler_for_invalid_drafts(
@@ -86,7 +88,7 @@ def update_ngram_gpu_tensors_incremental(
     # In inference mode, tensors of both kinds may be written to.
     with torch.inference_mode():
         if moves:
-            source, target = to_device(list(zip(*moves, strict=True)), torch.long, device)
+            source, target = on_device(list(zip(*moves, strict=True)), device, torch.long)
             # All rows are read before any is written: moves may form cycles.
             token_ids_gpu_tensor.index_copy_(
                 0, target, token_ids_gpu_tensor.index_select(0, source)
@@ -97,7 +99,7 @@ def update_ngram_gpu_tensors_incremental(
                 input_batch.token_ids_cpu_tensor[index, :num_tokens], non_blocking=True
             )
         active = list(now.values())
-        index, length = to_device([active, [int(lengths[i]) for i in active]], torch.long, device)
+        index, length = on_device([active, [int(lengths[i]) for i in active]], device, torch.long)
         num_tokens_no_spec_gpu.index_copy_(0, index, length.to(num_tokens_no_spec_gpu.dtype))
 
 
@@ -134,12 +136,3 @@ def copy_num_valid_draft_tokens(
         target.copy_(source, non_blocking=True)
         num_valid_draft_tokens_event.record()
     num_valid_draft_tokens.record_stream(stream)  # its memory is not reused before
-
-
-def to_device(
-    rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Copies rows of equal length to a device without waiting for it."""
-    # A caller may have set another default device.
-    tensor = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    return tensor.to(device, non_blocking=True)

@@ -11,8 +11,8 @@ from jspec import checkpoint as checkpoints
 from jspec.checkpoint import Model
 from jspec.config import ModelConfig
 from torch_bridge.dlpack import jax_device, to_jax
-from torch_bridge.packing import alias
 from torch_bridge.settings import read
+from torch_bridge.shared import alias
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
