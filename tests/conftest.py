@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -101,6 +102,14 @@ def quick_compilation():
 def rng() -> np.random.Generator:
     """A generator with a fixed seed: each test draws the same numbers in every run."""
     return np.random.default_rng(20240229)
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Switches the tests' own shape checks off, which would speak before the op does."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from typing import get_args
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -67,14 +66,6 @@ def every_array(*, but: tuple[str, ...] = ()):
     arrays = [(op, name) for op, (arrays, _) in OPS.items() for name in arrays]
     cases = [case for case in arrays if f"{case[0].__name__}.{case[1]}" not in but]
     return pytest.mark.parametrize("op,name", cases, ids=lambda x: getattr(x, "__name__", x))
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Switches the tests' own shape checks off, which would speak before the op does."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

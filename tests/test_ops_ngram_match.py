@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -154,14 +153,6 @@ def test_host_and_device_agree_on_long_contexts(road, rng):
 
 
 # What is refused, and how the kernel lowers.
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Switches the tests' own shape checks off, which would speak before the op does."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.parametrize(

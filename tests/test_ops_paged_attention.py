@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -224,14 +223,6 @@ def test_the_kernel_lowers_without_a_loop_on_the_host(d, window, dtype, stands_i
         module = trace(*case).lower(lowering_platforms=("cuda",)).as_text()
     assert module.count("custom_call") == module.count("custom_call @__gpu$xla.gpu.triton") == 1
     assert "jspec_paged_attention" in module and "stablehlo.while" not in module
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Switches the tests' own shape checks off, which would speak before the op does."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.parametrize(

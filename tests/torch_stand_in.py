@@ -14,8 +14,6 @@ import numpy as np
 import torch
 
 import torch_bridge
-import torch_bridge.ngram
-import torch_bridge.suffix
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.decode import Engine
 from jspec.state import Drafts
@@ -27,8 +25,7 @@ Release = Literal["0.20", "0.33"]
 
 def ours(name: str) -> type:
     """Finds a proposer class of jspec's by name."""
-    modules = (torch_bridge, torch_bridge.ngram, torch_bridge.suffix)
-    return next(getattr(module, name) for module in modules if hasattr(module, name))
+    return getattr(torch_bridge, name)
 
 
 class StandInRunner:

@@ -105,7 +105,7 @@ class LLMProposer(Preparing, DeviceProposer):
           common_attn_metadata: `num_reqs`, `query_start_loc`, `seq_lens` (rejected rows included)
             and `block_table_tensor` are read.
           sampling_metadata, slot_mappings: not read.
-          mm_embed_inputs: (embeddings, mask [T] of the rows moved left by one that they replace).
+          mm_embed_inputs: None, or a pair whose first has no embeddings: drafts come from tokens.
           num_rejected_tokens_gpu: int [B] rejected rows at the end of each request.
           num_speculative_tokens: K of this step, by default the configured one; 0 only keeps the
             drafter's KV cache current.
@@ -115,8 +115,8 @@ class LLMProposer(Preparing, DeviceProposer):
           `max_model_len`, and where it kept no token.
 
         Raises:
-          TypeError, ValueError: a tensor does not fit; named. RuntimeError: no weights are loaded,
-            or this process was forked.
+          TypeError, ValueError: a tensor does not fit; named. NotImplementedError: embeddings are
+            given. RuntimeError: no weights are loaded, or this process was forked.
         """
         del sampling_metadata, slot_mappings
         owner = type(self).__name__
@@ -128,11 +128,8 @@ class LLMProposer(Preparing, DeviceProposer):
                 f"{owner}: `mm_embed_inputs` has embeddings, which the bridge does not pass on. "
                 "Pass None: drafts are then made from the tokens, as vLLM's own Llama heads do."
             )
-        cad, index, rejected = (
-            common_attn_metadata,
-            token_indices_to_sample,
-            num_rejected_tokens_gpu,
-        )
+        cad, index = common_attn_metadata, token_indices_to_sample
+        rejected = num_rejected_tokens_gpu
         _check_are_tensors(
             owner,
             target_token_ids=target_token_ids,
