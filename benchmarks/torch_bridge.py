@@ -3,10 +3,15 @@
     python -m benchmarks.torch_bridge --output benchmarks/results/torch-bridge-h200.json
 
 The step is EAGLE-3's, 64 requests that each verified 5 drafts. `propose` goes from torch tensors to
-torch tensors; "beyond" is what it takes without the call of its executable, which it shares the
-driver's locks with, and "around nothing" is the same with nothing called. On a GPU a call is timed
-until it returns, and the device is waited for outside of the clock; on a CPU the drafts are there
-then. Contenders take turns of 50 calls; medians of the turns' medians. `--smoke` runs a tiny size.
+torch tensors; "beyond its JAX call" is what it takes without the call of its executable; "around
+nothing" is the same with nothing called. A call is timed until it returns; on a CPU the drafts are
+there then. All are timed in two places:
+
+- in a runner's step: the device runs the target (here it counts cycles for a millisecond), the host
+  prepares and drafts meanwhile, and then the device is waited for, outside of the clock;
+- back to back: eight calls in a row while the device is busy.
+
+Contenders take turns; medians of the turns' medians. `--smoke` runs a tiny size.
 """
 
 import argparse
@@ -15,7 +20,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +40,9 @@ from jspec.proposers import eagle3
 from torch_bridge import EagleProposer
 
 CONTEXT = 1024  # tokens a request
-CALLS = 50  # of one contender in a row: a turn
+CALLS = 48  # of one contender: a turn
+IN_A_ROW = 8
+TARGET = 2_000_000  # clock cycles: about a millisecond
 LLAMA_8B = {
     "vocab_size": 128_256,
     "hidden_size": 4096,
@@ -82,6 +90,7 @@ class Step:
 
     def __init__(self, shape: StepShape, model: dict[str, int], device: torch.device):
         B, W, T, D = shape.requests, shape.width, shape.rows, model["hidden_size"]
+        self.tokens: Any = None
         self.device, self.dtype = device, torch.bfloat16 if device.type == "cuda" else torch.float32
         decoder = ModelConfig(**model)
         config = jspec.Eagle3Config(
@@ -167,68 +176,87 @@ class Step:
         )
 
     def compare(self, rounds: int) -> dict[str, Any]:
-        """Times `propose` and the executable in it, and the methods that a runner calls before."""
-        proposer, inside = self.proposer, []
+        """Times `propose`, the executable in it, and what a runner calls before."""
+        proposer = self.proposer
         wanted = self.propose()
-        ((key, (layout, draft)),) = proposer._drafts.items()
+        ((key, (plan, draft)),) = proposer._plans.items()
+        times: dict[str, list[float]] = defaultdict(list)
         arguments: list[Any] = []
 
-        def timed(params: Any, memory: Any, words: Any, states: Any) -> Any:
+        def timed(params: Any, memory: Any, words: Any) -> Any:
             if not arguments:
-                arguments[:] = [params, *(jnp.array(x, copy=True) for x in (words, states))]
+                arguments[:] = params, jnp.array(words, copy=True)
             begin = time.perf_counter()
-            memory, tokens = draft(params, memory, words, states)
-            if self.device.type == "cpu":
-                tokens.block_until_ready()
-            inside.append(time.perf_counter() - begin)
+            memory, tokens = self._finished(*draft(params, memory, words))
+            times["its JAX call"].append(time.perf_counter() - begin)
             return memory, tokens
 
         def alone() -> None:
-            params, words, states = arguments
-            proposer._memory, self.tokens = draft(params, proposer._memory, words, states)
-            if self.device.type == "cpu":
-                self.tokens.block_until_ready()
+            params, words = arguments
+            proposer._memory, self.tokens = self._finished(*draft(params, proposer._memory, words))
 
-        proposer._drafts[key] = layout, timed
-        self.propose()
+        def with_executable(executable: Any) -> Callable[[], Any]:
+            def propose() -> torch.Tensor:
+                proposer._plans[key] = plan, executable
+                return self.propose()
+
+            return propose
+
+        propose = with_executable(timed)
+        propose()
         alone()
         found = np.asarray(self.tokens).view(np.int64)[: len(wanted)]
         np.testing.assert_array_equal(found, wanted.cpu().numpy())
-
-        def around_nothing() -> None:
-            proposer._drafts[key] = layout, lambda _, memory, *step: (memory, self.tokens)
-            self.propose()
-            proposer._drafts[key] = layout, timed
-
         contenders = {
-            "propose": self.propose,
+            "propose": propose,
             "its JAX call alone": alone,
-            "propose around nothing": around_nothing,
-            "prepare_next_token_ids_padded": self.prepare_next,
-            "prepare_inputs_padded": self.prepare_inputs,
+            "propose around nothing": with_executable(lambda _, memory, __: (memory, self.tokens)),
+            "one operation of torch": lambda: self.ids.add_(0),
         }
-        inside.clear()
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        times["its JAX call"] = []
-        for turn in range(rounds + 1):
-            for name, contender in contenders.items():
-                seconds = []
-                for _ in range(CALLS):
-                    begin = time.perf_counter()
-                    contender()
-                    seconds.append(time.perf_counter() - begin)
-                    self._wait()
-                if turn:  # the first one warms up
-                    times[name].append(statistics.median(seconds))
-            if turn:
-                times["its JAX call"].append(statistics.median(inside))
-            inside.clear()
-        proposer._drafts[key] = layout, draft
-        times["propose beyond its JAX call"] = [
-            whole - part
-            for whole, part in zip(times["propose"], times["its JAX call"], strict=True)
-        ]
-        return {name: round(1e6 * statistics.median(us), 1) for name, us in times.items()}
+        results = {}
+        for place, turn in (("in a runner's step", self._steps), ("back to back", self._row)):
+            medians: dict[str, list[float]] = defaultdict(list)
+            for i in range(rounds + 1):
+                for name, contender in contenders.items():
+                    times.clear()
+                    turn(lambda name=name, call=contender: _clock(times[name], call), times)
+                    if name == "propose":
+                        pairs = zip(times[name], times["its JAX call"], strict=True)
+                        times["propose beyond its JAX call"] = [a - b for a, b in pairs]
+                    if i:  # the first one warms up
+                        for what, seconds in times.items():
+                            medians[what].append(statistics.median(seconds))
+            results[place] = {
+                name: round(1e6 * statistics.median(us), 1) for name, us in medians.items()
+            }
+        proposer._plans[key] = plan, draft
+        return results
+
+    def _steps(self, call: Callable[[], None], times: dict[str, list[float]]) -> None:
+        """Makes a call in each of a runner's steps."""
+        for _ in range(CALLS):
+            self._occupy(TARGET)
+            _clock(times["prepare_next_token_ids_padded"], self.prepare_next)
+            _clock(times["prepare_inputs_padded"], self.prepare_inputs)
+            call()
+            self._wait()
+
+    def _row(self, call: Callable[[], None], _: Any) -> None:
+        """Makes calls back to back, a few at a time: no queue of the driver's fills."""
+        for _ in range(CALLS // IN_A_ROW):
+            self._occupy(2 * IN_A_ROW * TARGET)
+            for _ in range(IN_A_ROW):
+                call()
+            self._wait()
+
+    def _occupy(self, cycles: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(cycles)
+
+    def _finished(self, memory: Any, tokens: Any) -> Any:
+        if self.device.type == "cpu":
+            tokens.block_until_ready()
+        return memory, tokens
 
     def look_for_waits(self) -> dict[str, Any]:
         """Looks for waits in `propose`: by a trace, by torch's own check and by the clock."""
@@ -238,9 +266,10 @@ class Step:
             self.propose()
         torch.cuda.set_sync_debug_mode("default")
         self._wait()
-        torch.cuda._sleep(200_000_000)  # about 0.1 s in front of the step
+        self._occupy(100 * TARGET)
         begin = time.perf_counter()
-        self.propose()
+        for _ in range(IN_A_ROW):
+            self.propose()
         returned = time.perf_counter() - begin
         self._wait()
         done = time.perf_counter() - begin
@@ -252,6 +281,7 @@ class Step:
                 self._wait()
             events = _events(Path(folder))
         return {
+            "calls": IN_A_ROW,
             "returned_after_ms": round(1e3 * returned, 3),
             "done_after_ms": round(1e3 * done, 3),
             "trace": _waits(events),
@@ -261,6 +291,12 @@ class Step:
         jax.block_until_ready(self.proposer._memory)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _clock(seconds: list[float], call: Callable[[], Any]) -> None:
+    begin = time.perf_counter()
+    call()
+    seconds.append(time.perf_counter() - begin)
 
 
 class _Request:

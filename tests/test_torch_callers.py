@@ -74,8 +74,13 @@ def _ints(*shape, dtype=torch.int32):
         ("next_token_ids", _ints(2).float(), TypeError, "has dtype torch.float32"),
         ("next_token_ids", _ints(2, 1), ValueError, r"has shape \(2, 1\), wanted \[B\]"),
         ("next_token_ids", _ints(1), ValueError, r"\(1,\), wanted"),
-        ("target_hidden_states", [_ints(8, 32)], ValueError, r"is a list, wanted \(8, 32\)"),
-        ("target_hidden_states", None, ValueError, "is a NoneType"),
+        ("target_hidden_states", [_ints(8, 32)], TypeError, "is a list, wanted a torch tensor"),
+        ("target_hidden_states", None, TypeError, "is a NoneType"),
+        ("target_hidden_states", _ints(8, 32).float().to_sparse(), TypeError, "is sparse"),
+        ("target_hidden_states", _ints(8, 32).float().to("meta"), ValueError, "is on meta"),
+        ("target_hidden_states", _ints(8, 31).float(), ValueError, r"\(8, 31\), wanted \(8, 32\)"),
+        ("common_attn_metadata", None, TypeError, "is a NoneType without `num_reqs`"),
+        ("next_token_ids", _ints(2).to_sparse(), TypeError, "is sparse"),
         ("target_hidden_states", _ints(8, 32), TypeError, "has dtype torch.int32"),
         ("token_indices_to_sample", [4, 7], TypeError, "is a list"),
         ("token_indices_to_sample", _ints(1), ValueError, r"has shape \(1,\), .* B = 2"),
@@ -97,8 +102,8 @@ def test_an_argument_that_does_not_fit_is_named(drafter, wanted, name, value, er
     "name, value, error, words",
     [
         ("query_start_loc", None, TypeError, "is a NoneType"),
-        ("query_start_loc", _ints(2), ValueError, r"\(2,\), wanted"),
-        ("seq_lens", _ints(1), ValueError, r"\(1,\), wanted"),
+        ("query_start_loc", _ints(2), ValueError, r"\(2,\), wanted 3 entries"),
+        ("seq_lens", _ints(1), ValueError, r"\(1,\), wanted 2 entries"),
         ("block_table_tensor", _ints(2), ValueError, r"has shape \(2,\), wanted \[B, M\]"),
         ("block_table_tensor", _ints(2, 0), ValueError, r"has shape \(2, 0\).*a column or more"),
         ("block_table_tensor", _ints(2, 16).float(), TypeError, "has dtype torch.float32"),
@@ -222,5 +227,5 @@ def test_medusa_takes_the_number_of_drafts_in_front_too():
     for count in (0, 2):
         got = drafter.propose(hidden, num_speculative_tokens=count)
         assert got.tolist() == [row[:count] for row in wanted]
-    with pytest.raises(ValueError, match="`target_hidden_states` is no tensor, wanted .B, 32."):
+    with pytest.raises(TypeError, match="`target_hidden_states` is a list, wanted a torch tensor"):
         drafter.propose([hidden])

@@ -14,15 +14,18 @@ torch = pytest.importorskip("torch")
 
 from tests import torch_forms as forms  # noqa: E402
 from tests.counting import backend_compiles  # noqa: E402
+from torch_bridge.dlpack import from_host  # noqa: E402
 from torch_bridge.packing import Field, Layout, Packer, kind_of  # noqa: E402
-from torch_bridge.shared import SharedRows  # noqa: E402
 
 _DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,
-    "float32": torch.float32,
     "bool": torch.bool,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
 }
+_HALVES = ("bfloat16", "float16")
 _INTS = [0, 1, -1, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 2**32, -(2**32) + 5, 2**63 - 1]
 
 
@@ -41,6 +44,8 @@ def _draw(rng, kind, shape):
         return rng.integers(0, 2, shape).astype(bool)
     if kind == "float32":
         return rng.integers(-(2**31), 2**31, shape).astype(np.int32).view(np.float32)
+    if kind in _HALVES:
+        return rng.integers(0, 2**16, shape).astype(np.uint16).view(jnp.dtype(kind))
     values = rng.choice(np.array([*_INTS, -(2**63)]), shape)
     return values.astype(np.int32) if kind == "int32" else values
 
@@ -100,8 +105,8 @@ def test_random_layouts_unpack_to_what_was_packed(fields, most_b, most_t, seed, 
             field.name: _draw(rng, field.kind, (sizes[field.size] + field.more, *field.shape))
             for field in layout.fields
         }
-        tensors = {name: torch.from_numpy(value).to(device) for name, value in values.items()}
-        _check(layout, packer.pack(layout, tensors, sizes), values, sizes, unpack)
+        tensors = {name: from_host(value).to(device) for name, value in values.items()}
+        _check(layout, forms.packed(packer, layout, tensors, sizes), values, sizes, unpack)
 
 
 @pytest.mark.any_device
@@ -110,9 +115,23 @@ def test_random_layouts_unpack_to_what_was_packed(fields, most_b, most_t, seed, 
 def test_tensors_of_every_form_are_packed(kind, form, packer, device):
     tensor = forms.FORMS[form](forms.base(_DTYPES[kind], device))
     layout = Layout((Field("ids", "B", shape=tensor.shape[1:], kind=kind),), (("B", 32),))
-    words = packer.pack(layout, {"ids": tensor}, {"B": len(tensor)})
-    values = forms.bits(tensor).view({"bool": bool, "float32": np.float32}.get(kind, kind))
+    words = forms.packed(packer, layout, {"ids": tensor}, {"B": len(tensor)})
+    values = forms.bits(tensor).view(jnp.dtype(kind))
     _check(layout, words, {"ids": values}, {"B": len(tensor)})
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("kind", _HALVES)
+@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_halves_of_any_alignment_are_packed(kind, offset, width, packer, device):
+    rows = forms.base(_DTYPES[kind], device)[offset : offset + 5 * width].reshape(5, width)
+    layout = Layout((Field("ids", "B"), Field("rows", "B", shape=(width,), kind=kind)), (("B", 8),))
+    tensors = {"ids": torch.arange(5, dtype=torch.int32, device=device), "rows": rows}
+    for part in (rows, rows.detach().requires_grad_(), rows.flip(0)):
+        tensors["rows"] = part
+        values = {"ids": np.arange(5, dtype=np.int32), "rows": forms.bits(part).view(kind)}
+        _check(layout, forms.packed(packer, layout, tensors, {"B": 5}), values, {"B": 5})
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -121,7 +140,7 @@ def test_lazy_signs_and_gradients_are_packed(length):
     learned = torch.nn.Parameter(torch.full((length,), 2.5))
     layout = Layout((Field("a", "B", kind="float32"), Field("b", "B", kind="float32")), (("B", 2),))
     tensors = {"a": negative, "b": learned}
-    words = Packer(torch.device("cpu"), "Owner").pack(layout, tensors, {"B": length})
+    words = forms.packed(Packer(torch.device("cpu"), "Owner"), layout, tensors, {"B": length})
     values = {"a": np.float32([-2, 4])[:length], "b": np.float32([2.5, 2.5])[:length]}
     _check(layout, words, values, {"B": length})
 
@@ -146,7 +165,9 @@ def test_lazy_signs_and_gradients_are_packed(length):
 def test_an_int64_becomes_the_nearest_int32(value, nearest, x64, packer, device):
     layout = Layout((Field("slots", "T", kind="int64"),), (("T", 2),))
     with jax.enable_x64(x64):
-        words = packer.pack(layout, {"slots": torch.tensor([value], device=device)}, {"T": 1})
+        words = forms.packed(
+            packer, layout, {"slots": torch.tensor([value], device=device)}, {"T": 1}
+        )
         slots = jax.jit(layout.unpack)(words)[0]["slots"]
         assert slots.dtype == jnp.int32 and slots[0] == nearest
 
@@ -156,13 +177,13 @@ def test_no_entry_of_an_earlier_step_is_read_for_a_live_one(packer, device):
     layout = Layout((Field("ids", "B"), Field("starts", "B", more=1)), (("B", 8),))
     poison = torch.full((9,), 0x7F7F7F7F, dtype=torch.int32, device=device)
     for size in (8, 3, 0, 5):
-        packer.pack(layout, {"ids": poison[:8], "starts": poison}, {"B": 8})
+        forms.packed(packer, layout, {"ids": poison[:8], "starts": poison}, {"B": 8})
         values = {
             "ids": np.arange(size, dtype=np.int32),
             "starts": np.arange(size + 1, dtype=np.int32),
         }
         tensors = {name: torch.from_numpy(value).to(device) for name, value in values.items()}
-        _check(layout, packer.pack(layout, tensors, {"B": size}), values, {"B": size})
+        _check(layout, forms.packed(packer, layout, tensors, {"B": size}), values, {"B": size})
 
 
 @pytest.mark.any_device
@@ -175,7 +196,7 @@ def test_layouts_take_turns_while_the_memory_grows(packer, device):
     for step, most in enumerate(capacities * 2):
         values = {"ids": np.arange(most) * 1000 + step}
         tensors = {"ids": torch.from_numpy(values["ids"]).to(device)}
-        words = packer.pack(layouts[most], tensors, {"B": most})
+        words = forms.packed(packer, layouts[most], tensors, {"B": most})
         _check(layouts[most], words, values, {"B": most}, unpack[most])
 
 
@@ -183,7 +204,7 @@ def test_a_step_on_a_cpu_is_written_where_the_last_one_was():
     packer = Packer(torch.device("cpu"), "Owner")
     layout = Layout((Field("ids", "B"),), (("B", 4),))
     steps = [
-        packer.pack(layout, {"ids": torch.full((n,), n, dtype=torch.int32)}, {"B": n})
+        forms.packed(packer, layout, {"ids": torch.full((n,), n, dtype=torch.int32)}, {"B": n})
         for n in (4, 2, 0)
     ]
     assert len({array.unsafe_buffer_pointer() for array in steps}) == 1
@@ -201,7 +222,7 @@ def test_sizes_that_change_compile_nothing(packer, device):
             "ids": torch.zeros(num_requests, dtype=torch.int64, device=device),
             "masks": torch.zeros(num_rows, dtype=torch.bool, device=device),
         }
-        words = packer.pack(layout, tensors, {"B": num_requests, "T": num_rows})
+        words = forms.packed(packer, layout, tensors, {"B": num_requests, "T": num_rows})
         packer.own(unpack(words)[0]["ids"], num_requests, torch.int64)
 
     step(1, 1)
@@ -221,7 +242,7 @@ def test_an_equal_layout_compiles_nothing(packer, device):
     with backend_compiles() as compiled:
         for _ in range(3):
             layout = Layout((Field("ids", "B"),), (("B", 4),))
-            add(packer.pack(layout, {"ids": tensor}, {"B": 3}))
+            add(forms.packed(packer, layout, {"ids": tensor}, {"B": 3}))
     assert len(compiled) <= 1
     assert len({Layout((Field("ids", "B"),), (("B", 4),)) for _ in range(3)}) == 1
 
@@ -248,9 +269,9 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(tensor, error, message):
     packer = Packer(torch.device("cpu"), "Owner")
     layout = Layout((Field("ids", "B", shape=(2,), kind="int64"),), (("B", 4),))
     with pytest.raises(error, match=f"Owner: {message}"):
-        packer.pack(layout, {"ids": tensor}, {"B": 3})
+        packer.plan(layout, {"ids": tensor}, {"B": 3})
     with pytest.raises(ValueError, match="Owner: `ids` is a NoneType"):
-        packer.pack(layout, {"other": tensor}, {"B": 3})
+        packer.plan(layout, {"other": tensor}, {"B": 3})
 
 
 @pytest.mark.parametrize("size", [5, -1])
@@ -258,15 +279,17 @@ def test_a_size_that_the_layout_has_not_is_refused(size):
     packer = Packer(torch.device("cpu"), "Owner")
     layout = Layout((Field("ids", "B"),), (("B", 4),))
     with pytest.raises(ValueError, match=f"Owner: .*B = {size}, wanted 0 to 4. Raise max_num_seqs"):
-        packer.pack(layout, {"ids": torch.zeros(max(size, 0), dtype=torch.int32)}, {"B": size})
+        forms.packed(
+            packer, layout, {"ids": torch.zeros(max(size, 0), dtype=torch.int32)}, {"B": size}
+        )
 
 
 def test_what_was_refused_leaves_the_packer_usable():
     packer = Packer(torch.device("cpu"), "Owner")
     layout = Layout((Field("ids", "B"),), (("B", 4),))
     with pytest.raises(TypeError):
-        packer.pack(layout, {"ids": torch.zeros(3)}, {"B": 3})
-    words = packer.pack(layout, {"ids": torch.arange(3, dtype=torch.int32)}, {"B": 3})
+        forms.packed(packer, layout, {"ids": torch.zeros(3)}, {"B": 3})
+    words = forms.packed(packer, layout, {"ids": torch.arange(3, dtype=torch.int32)}, {"B": 3})
     _check(layout, words, {"ids": np.arange(3, dtype=np.int32)}, {"B": 3})
 
 
@@ -288,7 +311,7 @@ def test_two_threads_pack_at_once(device):
                 tensors = {
                     name: torch.from_numpy(value).to(device) for name, value in values.items()
                 }
-                arrays, _ = unpack(packer.pack(layout, tensors, {"B": n}))
+                arrays, _ = unpack(forms.packed(packer, layout, tensors, {"B": n}))
                 for name, value in values.items():
                     _, got = packer.own(arrays[name], n, torch.int64)
                     if not np.array_equal(got.cpu().numpy(), value):
@@ -307,25 +330,25 @@ def test_two_threads_pack_at_once(device):
 @pytest.mark.any_device
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_packer_goes_on_in_another_mode(mode, device):
-    layouts = [Layout((Field("ids", "B"),), (("B", most),)) for most in (2, 64, 2)]
-    values, kept = {"ids": np.int32([7, 8])}, []
-    tensors = {"ids": torch.tensor([7, 8], dtype=torch.int32, device=device)}
+    fields = Field("ids", "B"), Field("hidden", "B", shape=(2,), kind="float32")
+    layouts = [Layout(fields, (("B", most),)) for most in (2, 64, 2)]
+    values, kept = {"ids": np.int32([7, 8]), "hidden": np.ones((2, 2), np.float32)}, []
 
     def step(layout):
-        words = packer.pack(layout, tensors, {"B": 2})
+        words = forms.packed(packer, layout, tensors, {"B": 2})
         _check(layout, words, values, {"B": 2})
         held, drafts = packer.own(jax.jit(layout.unpack)(words)[0]["ids"], 2, torch.int32)
         kept.append(held)
-        return drafts, packer.zeros(5), rows.write([hidden], 4, "hidden")
+        return drafts, packer.zeros(5)
 
     with mode():
-        packer, rows = Packer(device, "Owner"), SharedRows(device)
-        hidden = torch.ones((3, 2), device=device)
+        packer = Packer(device, "Owner")
+        tensors = {name: torch.from_numpy(value).to(device) for name, value in values.items()}
         inside = [step(layout) for layout in layouts]
     outside = [step(layout) for layout in layouts]
     with mode():
         outside += [step(layout) for layout in layouts]
-    for drafts, zeros, _ in inside + outside:
+    for drafts, zeros in inside + outside:
         assert zeros.tolist() == [0] * 5
         assert drafts.fill_(-1).tolist() == [-1, -1]
 
@@ -334,11 +357,9 @@ def test_a_default_device_of_torch_changes_nothing():
     layout = Layout((Field("ids", "B"),), (("B", 4),))
     tensors = {"ids": torch.arange(3, dtype=torch.int32)}
     with torch.device("meta"):
-        packer, rows = Packer(torch.device("cpu"), "Owner"), SharedRows(torch.device("cpu"))
-        words = packer.pack(layout, tensors, {"B": 3})
+        packer = Packer(torch.device("cpu"), "Owner")
+        words = forms.packed(packer, layout, tensors, {"B": 3})
         assert packer.zeros(2).tolist() == [0, 0]
-        hidden = torch.ones((2, 2), device="cpu")
-        assert rows.write([hidden], 2, "hidden").tolist() == [[1.0, 1.0], [1.0, 1.0]]
     _check(layout, words, {"ids": np.arange(3, dtype=np.int32)}, {"B": 3})
 
 
@@ -350,14 +371,16 @@ def test_zeros_are_zeros_of_every_size(packer):
 
 
 def test_ten_thousand_steps_leave_nothing_behind():
-    packer, rows = Packer(torch.device("cpu"), "Owner"), SharedRows(torch.device("cpu"))
-    layout = Layout((Field("ids", "B", kind="int64"),), (("B", 1024),))
-    ids, hidden = torch.arange(2048)[::2], torch.ones((1024, 4))
+    packer = Packer(torch.device("cpu"), "Owner")
+    fields = Field("ids", "B", kind="int64"), Field("rows", "B", shape=(4,), kind="bfloat16")
+    layout, tensors = (
+        Layout(fields, (("B", 1024),)),
+        {"ids": torch.arange(2048)[::2], "rows": torch.ones((1024, 4)).bfloat16()},
+    )
     first = jax.jit(lambda words: words[1:])
 
     def step():
-        rows.write([hidden], 1024, "hidden")
-        packer.own(first(packer.pack(layout, {"ids": ids}, {"B": 1024})), 1024, torch.int32)
+        packer.own(first(forms.packed(packer, layout, tensors, {"B": 1024})), 1024, torch.int32)
 
     for _ in range(300):
         step()
@@ -377,8 +400,8 @@ def test_kind_of_names_the_kind_that_takes_a_tensor(kind):
     assert kind_of(torch.zeros(1, dtype=_DTYPES[kind])) == kind
 
 
-def test_a_dtype_that_no_field_takes_is_refused_by_pack():
-    tensor = torch.zeros(1, dtype=torch.float16)
+def test_a_dtype_that_no_field_takes_is_refused():
+    tensor = torch.zeros(1, dtype=torch.float64)
     layout = Layout((Field("ids", "B", kind=kind_of(tensor)),), (("B", 1),))
-    with pytest.raises(TypeError, match="`ids` has dtype torch.float16, wanted torch.int32"):
-        Packer(torch.device("cpu"), "Owner").pack(layout, {"ids": tensor}, {"B": 1})
+    with pytest.raises(TypeError, match="`ids` has dtype torch.float64, wanted torch.int32"):
+        Packer(torch.device("cpu"), "Owner").plan(layout, {"ids": tensor}, {"B": 1})

@@ -22,20 +22,21 @@ layout = Layout((Field("ids", "B"),), (("B", 4),))
 add = jax.jit(lambda words: words + 1)
 if sys.argv[1] == "after":
     packer = Packer(torch.device("cpu"), "owner")
-    array = add(packer.pack(layout, {"ids": tensor}, {"B": 3}))
+    plan = packer.plan(layout, {"ids": tensor}, {"B": 3})
+    array = add(packer.pack(plan, [tensor]))
     calls = {
         "to_jax": lambda: to_jax(tensor),
         "to_jax of numpy": lambda: to_jax(tensor.numpy()),
         "to_torch": lambda: to_torch(array),
         "jax_device": lambda: jax_device(torch.device("cpu")),
         "Packer": lambda: Packer(torch.device("cpu"), "owner"),
-        "pack": lambda: add(packer.pack(layout, {"ids": tensor}, {"B": 3})),
+        "pack": lambda: add(packer.pack(plan, [tensor])),
     }
 else:
     def step():
         packer = Packer(torch.device("cpu"), "owner")
-        assert to_torch(add(packer.pack(layout, {"ids": tensor}, {"B": 3}))).tolist()[:4] == [
-            4, 1, 2, 3]
+        plan = packer.plan(layout, {"ids": tensor}, {"B": 3})
+        assert to_torch(add(packer.pack(plan, [tensor]))).tolist()[:4] == [4, 1, 2, 3]
     calls = {"step": step}
 
 def call_all():

@@ -1,8 +1,7 @@
-"""Memory that torch writes and JAX reads, rows and aliases, and results that are torch's own."""
+"""Memory of torch that JAX reads, and results that are torch's own."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,7 +9,7 @@ torch = pytest.importorskip("torch")
 from tests import torch_forms as forms  # noqa: E402
 from torch_bridge.dlpack import jax_device, to_torch  # noqa: E402
 from torch_bridge.packing import Packer  # noqa: E402
-from torch_bridge.shared import SharedRows, alias, empty  # noqa: E402
+from torch_bridge.shared import alias, empty  # noqa: E402
 
 
 @pytest.fixture
@@ -21,72 +20,6 @@ def device():
 @pytest.fixture
 def packer(device):
     return Packer(device, "Owner")
-
-
-@pytest.mark.any_device
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_rows_are_read_where_they_were_written(dtype, device):
-    rows, pointers = SharedRows(device), set()
-    for step, num_rows in enumerate((4, 0, 2, 3)):
-        hidden = torch.full((num_rows, 6), float(step), dtype=dtype, device=device)
-        hidden += torch.arange(6, device=device).to(dtype)
-        array = rows.write([hidden], 4, "hidden")
-        jax.block_until_ready(array)
-        got = to_torch(array)[:num_rows]
-        assert array.shape == (4, 6) and got.dtype == dtype
-        np.testing.assert_array_equal(forms.bits(got), forms.bits(hidden))
-        pointers.add(array.unsafe_buffer_pointer())
-    assert len(pointers) == 1
-
-
-@pytest.mark.any_device
-def test_rows_change_their_capacity_width_and_dtype(device):
-    rows = SharedRows(device)
-    for capacity, width, dtype in [
-        (2, 4, torch.float32),
-        (8, 4, torch.float32),
-        (2, 4, torch.float32),
-        (4, 4, torch.bfloat16),
-        (4, 3, torch.bfloat16),
-        (8, 4, torch.float32),
-    ]:
-        hidden = torch.randn((2, width), device=device).to(dtype)
-        array = rows.write([hidden], capacity, "hidden")
-        assert array.shape == (capacity, width)
-        np.testing.assert_array_equal(forms.bits(to_torch(array)[:2]), forms.bits(hidden))
-
-
-@pytest.mark.any_device
-def test_rows_of_several_layers_lie_side_by_side(device):
-    rows = SharedRows(device)
-    base = torch.arange(24, dtype=torch.float32, device=device)
-    parts = [base.reshape(6, 4).T[:3], base[:3, None], base[:6].reshape(3, 2).requires_grad_()]
-    array = rows.write(parts, 4, "hidden")
-    assert array.shape == (4, 9)
-    torch.testing.assert_close(to_torch(array)[:3], torch.cat(parts, 1).detach(), rtol=0, atol=0)
-
-
-_rows = torch.zeros(3, 2)
-
-
-@pytest.mark.parametrize(
-    "parts, error, message",
-    [
-        ([_rows.double()], TypeError, "`hidden` has dtype torch.float64, wanted one of bfloat16"),
-        ([_rows, _rows.half()], TypeError, "`hidden` has dtype torch.float16"),
-        ([_rows.to("meta")], ValueError, "`hidden` is on meta, and the drafter on cpu"),
-        ([_rows[0]], ValueError, r"`hidden` has shape \(2,\), .* two dimensions"),
-        ([_rows[None]], ValueError, r"`hidden` has shape \(1, 3, 2\)"),
-        ([_rows, _rows[:2]], ValueError, r"`hidden` has shape \(2, 2\), wanted 3 rows"),
-        ([torch.zeros(5, 2)], ValueError, r"`hidden` has shape \(5, 2\), .* at most 4"),
-    ],
-    ids=str,
-)
-def test_rows_that_do_not_fit_are_refused_by_name(parts, error, message):
-    rows = SharedRows(torch.device("cpu"))
-    rows.write([torch.ones(8, 2)], 8, "hidden")  # more room than the next step may use
-    with pytest.raises(error, match=message):
-        rows.write(parts, 4, "hidden")
 
 
 @pytest.mark.any_device

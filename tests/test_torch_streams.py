@@ -17,7 +17,7 @@ from tests.torch_runner import no_waits  # noqa: E402
 from torch_bridge import dlpack  # noqa: E402
 from torch_bridge.dlpack import Stream, jax_device, to_jax, to_torch  # noqa: E402
 from torch_bridge.packing import Field, Layout, Packer  # noqa: E402
-from torch_bridge.shared import SharedRows, alias, empty  # noqa: E402
+from torch_bridge.shared import alias, empty  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -167,9 +167,15 @@ def _unpack(words):
     return jnp.where(arrays["mask"], arrays["ids"], -1) + sizes["B"] * 0
 
 
+_WITH_ROWS = Layout(
+    (*_LAYOUT.fields, Field("rows", "B", shape=(8,), kind="bfloat16")), _LAYOUT.capacity
+)
+
+
 @jax.jit
-def _sum_with_rows(words, rows):
-    return _unpack(words) + rows[:, 0].astype(jnp.int32)
+def _sum_with_rows(words):
+    arrays, _ = _WITH_ROWS.unpack(words)
+    return arrays["ids"] + arrays["rows"][:, 0].astype(jnp.int32)
 
 
 def _tensors(value):
@@ -184,23 +190,21 @@ def test_jax_reads_a_packed_step_after_what_the_stream_holds(stream):
 
     def step():
         tensors["ids"].fill_(next(values))
-        result = _unpack(packer.pack(_LAYOUT, tensors, {"B": SIZE}))
+        result = _unpack(forms.packed(packer, _LAYOUT, tensors, {"B": SIZE}))
         return packer.own(result, SIZE, torch.int64)
 
     _, drafts = _held_up(stream, step)
     assert (drafts == 7).all()
 
 
-def test_jax_reads_rows_that_were_written_before_the_pack(stream):
-    packer, rows, tensors = Packer(CUDA, "Owner"), SharedRows(CUDA), _tensors(1)
-    hidden = torch.zeros((SIZE, 8), dtype=torch.bfloat16, device=CUDA)
+def test_jax_reads_packed_rows_after_what_the_stream_holds(stream):
+    packer, tensors = Packer(CUDA, "Owner"), _tensors(1)
+    tensors["rows"] = torch.zeros((SIZE, 8), dtype=torch.bfloat16, device=CUDA)
     values = iter([1, 4, 16])
 
     def step():
-        hidden.fill_(next(values))
-        packer.follow_stream()
-        states = rows.write([hidden], SIZE, "hidden")
-        result = _sum_with_rows(packer.pack(_LAYOUT, tensors, {"B": SIZE}), states)
+        tensors["rows"].fill_(next(values))
+        result = _sum_with_rows(forms.packed(packer, _WITH_ROWS, tensors, {"B": SIZE}))
         return packer.own(result, SIZE, torch.int64)
 
     _, drafts = _held_up(stream, step)
@@ -216,7 +220,7 @@ def test_memory_that_was_shared_once_is_read_again(stream):
     def step():
         packer.follow_stream()
         memory.fill_(next(values))
-        result = both(packer.pack(_LAYOUT, tensors, {"B": SIZE}), array)
+        result = both(forms.packed(packer, _LAYOUT, tensors, {"B": SIZE}), array)
         return packer.own(result, SIZE, torch.int32)
 
     _, drafts = _held_up(stream, step)
@@ -233,7 +237,7 @@ def test_a_step_on_another_stream_waits_for_the_last_one():
             with torch.cuda.stream(streams[value % 3]):
                 if value % 3 == 0:
                     torch.cuda._sleep(hold)
-                result = _unpack(packer.pack(_LAYOUT, tensors, {"B": SIZE}))
+                result = _unpack(forms.packed(packer, _LAYOUT, tensors, {"B": SIZE}))
                 kept.append(packer.own(result, SIZE, torch.int64))
         assert not (hold and streams[0].query())
         torch.cuda.synchronize()
@@ -242,17 +246,16 @@ def test_a_step_on_another_stream_waits_for_the_last_one():
 
 
 def test_nothing_waits_on_the_host(stream):
-    packer, rows, tensors = Packer(CUDA, "Owner"), SharedRows(CUDA), _tensors(3)
+    packer, tensors = Packer(CUDA, "Owner"), _tensors(3)
     ids = torch.arange(SIZE, dtype=torch.int32, device=CUDA)
-    hidden = torch.ones((SIZE, 8), dtype=torch.bfloat16, device=CUDA)
+    tensors["rows"] = torch.ones((SIZE, 8), dtype=torch.bfloat16, device=CUDA)
+    plan = packer.plan(_WITH_ROWS, tensors, {"B": SIZE})
 
     def step():
         with no_waits():
-            packer.follow_stream()
             rejected = packer.zeros(SIZE)
-            states = rows.write([hidden], SIZE, "hidden")
-            words = packer.pack(_LAYOUT, tensors, {"B": SIZE})
-            held, drafts = packer.own(_sum_with_rows(words, states), SIZE, torch.int64)
+            words = packer.pack(plan, list(tensors.values()))
+            held, drafts = packer.own(_sum_with_rows(words), SIZE, torch.int64)
             array = to_jax(ids)
             return rejected, drafts, to_torch(_add(array)), (held, array, to_jax(ids[1:]))
 
@@ -284,14 +287,12 @@ def test_pinned_memory_stays_on_the_host(dtype):
 
 
 def test_tensors_of_the_host_and_of_the_gpu_are_told_apart():
-    ids, hidden = torch.zeros(2, dtype=torch.int32), torch.zeros((2, 2))
+    ids = torch.zeros(2, dtype=torch.int32)
     layout = Layout((Field("ids", "B"),), (("B", 2),))
     with pytest.raises(ValueError, match="Owner: `ids` is on cpu, and the drafter on cuda:0"):
-        Packer(torch.device("cuda"), "Owner").pack(layout, {"ids": ids}, {"B": 2})
+        Packer(torch.device("cuda"), "Owner").plan(layout, {"ids": ids}, {"B": 2})
     with pytest.raises(ValueError, match="Owner: `ids` is on cuda:0, and the drafter on cpu"):
-        Packer(torch.device("cpu"), "Owner").pack(layout, {"ids": ids.cuda()}, {"B": 2})
-    with pytest.raises(ValueError, match="`hidden` is on cpu, and the drafter on cuda:0"):
-        SharedRows(torch.device("cuda")).write([hidden], 2, "hidden")
+        Packer(torch.device("cpu"), "Owner").plan(layout, {"ids": ids.cuda()}, {"B": 2})
 
 
 def test_thousands_of_calls_leave_no_memory_behind():
@@ -303,7 +304,7 @@ def test_thousands_of_calls_leave_no_memory_behind():
         held = None
         for _ in range(count):
             to_torch(_add(to_jax(ids)))
-            result = _unpack(packer.pack(_LAYOUT, tensors, {"B": SIZE}))
+            result = _unpack(forms.packed(packer, _LAYOUT, tensors, {"B": SIZE}))
             held, _ = packer.own(result, SIZE, torch.int32)
         torch.cuda.synchronize()
         del held, result
@@ -314,7 +315,7 @@ def test_thousands_of_calls_leave_no_memory_behind():
     arrays, memory = len(jax.live_arrays()), torch.cuda.memory_allocated()
     in_use = device.memory_stats()["bytes_in_use"]
     calls(2000)
-    assert len(jax.live_arrays()) == arrays
+    assert len(jax.live_arrays()) <= arrays
     # A leak of one result each would be 8 GB; one may wait for its copy to end.
     assert torch.cuda.memory_allocated() - memory <= 8 * SIZE
     assert device.memory_stats()["bytes_in_use"] - in_use <= 8 * SIZE

@@ -67,3 +67,9 @@ def resident_bytes() -> int:
     """Returns how much memory this process holds."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def packed(packer, layout, tensors, sizes):
+    """Plans a step's tensors and packs them."""
+    plan = packer.plan(layout, tensors, sizes)
+    return packer.pack(plan, [tensors[field.name] for field in layout.fields])

@@ -12,7 +12,8 @@ from jaxtyping import Array
 from jspec import metadata
 from jspec.metadata import CommonAttentionMetadata, next_power_of_2
 from jspec.pallas._dispatch import check_sizes
-from torch_bridge._ops_run import Arrays, changed, check_tensors, page_table, run
+from torch_bridge._ops_run import Arrays, changed, page_table, run
+from torch_bridge.checks import check_tensors
 
 
 def compute_new_slot_mapping(

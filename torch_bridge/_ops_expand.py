@@ -11,7 +11,8 @@ import torch
 from jspec.axes import INT32_MAX
 from jspec.pallas import expand_dflash, expand_eagle
 from jspec.pallas._dispatch import check_sizes
-from torch_bridge._ops_run import Arrays, check_tensors, page_table, run
+from torch_bridge._ops_run import Arrays, page_table, run
+from torch_bridge.checks import check_tensors
 
 
 class ExpandedInputs(NamedTuple):

@@ -13,7 +13,8 @@ from jspec import metadata
 from jspec.axes import INT32_MAX
 from jspec.pallas._dispatch import check_sizes
 from torch_bridge._ops_batch import extended, metadata_of
-from torch_bridge._ops_run import Arrays, changed, check_tensors, run
+from torch_bridge._ops_run import Arrays, changed, run
+from torch_bridge.checks import check_tensors
 
 
 class FirstPassInputs(NamedTuple):
@@ -143,15 +144,15 @@ def set_inputs_first_pass(
         (B + 1, torch.int32),
         (B, torch.int32),
     ]
-    if hidden is not None:
+    if hidden is not None and vector is not None:
+        tensors["target_hidden_states"] = hidden, "float T D"
+        tensors["parallel_drafting_hidden_state_tensor"] = vector[None], "float V D"
         results.append((num_rows, hidden.dtype))
     index, ids, positions, rejected, masked, slots, start, seq_lens, *states = run(
         op,
         _expanded,
         tensors,
         tuple(results),
-        rows=hidden,
-        vector=vector,
         num_slots=extra_slots_per_request,
         shift=shift,
         mask_token=parallel_drafting_token_id,
@@ -203,14 +204,8 @@ def _shifted(arrays: Arrays, *, impl: str) -> tuple[Array, Array]:
     return rows.token_ids, rows.sample_index[:, 0]
 
 
-def _expanded(
-    arrays: Arrays,
-    hidden: Array | None = None,
-    mask_hidden: Array | None = None,
-    *,
-    num_slots: int,
-    **static: Any,
-) -> tuple[Array, ...]:
+def _expanded(arrays: Arrays, *, num_slots: int, **static: Any) -> tuple[Array, ...]:
+    mask_hidden = arrays.get("parallel_drafting_hidden_state_tensor")
     num_rows, num_requests = arrays["target_token_ids"].shape[0], arrays["live"].shape[0]
     rows = metadata.set_inputs_first_pass(
         arrays["target_token_ids"],
@@ -218,7 +213,7 @@ def _expanded(
         jnp.minimum(arrays["target_positions"], INT32_MAX - num_rows - num_requests * num_slots),
         arrays["next_token_ids"],
         metadata_of(arrays, num_rows),
-        hidden=hidden,
+        hidden=arrays.get("target_hidden_states"),
         num_rejected=_num_rejected(arrays),
         num_slots=num_slots,
         mask_hidden=None if mask_hidden is None else mask_hidden[0],

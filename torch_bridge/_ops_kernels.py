@@ -10,7 +10,8 @@ import torch
 from jspec.metadata import PADDING_SLOT_ID
 from jspec.pallas import eagle_step, next_token, sample_index
 from jspec.pallas._dispatch import check_sizes
-from torch_bridge._ops_run import Arrays, check_long_enough, check_tensors, first_rows, run
+from torch_bridge._ops_run import Arrays, run
+from torch_bridge.checks import check_long_enough, check_tensors, first_rows
 
 
 def eagle_step_update_slot_mapping_and_metadata(

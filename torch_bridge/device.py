@@ -1,10 +1,12 @@
 """What the classes with weights have in common: configuration, loading, pages, memory."""
 
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 import torch
+from jaxtyping import Array, Int32
 
 import jspec
 from jspec import proposers
@@ -12,10 +14,12 @@ from jspec.proposers.base import Reads
 from jspec.proposers.fitting import check_params
 from jspec.state import Memory, Params
 from torch_bridge import weights
+from torch_bridge.checks import check_tensors, layout_of
 from torch_bridge.dlpack import check_not_forked, check_preallocation, jax_device, placement
-from torch_bridge.packing import Packer
+from torch_bridge.packing import Packer, Plan, forms
 from torch_bridge.settings import Settings, read, torch_device
-from torch_bridge.shared import SharedRows
+
+_MOST_PLANS = 4096  # one for each combination of sizes that came
 
 
 class DeviceProposer:
@@ -62,12 +66,12 @@ class DeviceProposer:
         self._jax_device = jax_device(self.device)
         self._placed = placement(self._jax_device)
         self._packer = Packer(self.device, owner)
-        self._hidden = SharedRows(self.device)
         self._params: Params = None
         self._memory: Memory = None
         self._num_pages = 0
         self._reads = Reads()
-        self._drafts: dict[Any, Any] = {}
+        self._executables: dict[Any, Callable[..., Any]] = {}
+        self._plans: dict[Any, tuple[Plan, Callable[..., Any]]] = {}
 
     @property
     def eagle3_use_aux_hidden_state(self) -> bool:
@@ -124,7 +128,8 @@ class DeviceProposer:
         check_params(owner, config, params)
         self.config, self._params, self._memory = config, params, None
         self._reads = proposers.of(config).reads(config)
-        self._drafts.clear()
+        self._executables.clear()
+        self._plans.clear()
 
     def initialize_attn_backend(
         self, kv_cache_config: Any, kernel_block_sizes: list[int] | None = None
@@ -196,6 +201,67 @@ class DeviceProposer:
                 self.config, self._params, cache=cache, max_requests=self.settings.max_requests
             )
         self._params, self._memory = state.params, state.memory
+
+    def _pack(
+        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...] = ()
+    ) -> tuple[Int32[Array, "words"], Callable[..., Any]]:
+        """Packs a step's tensors; checks and lays out those of new forms first.
+
+        Args:
+          tensors: of the step, in the order that `_plan` lays them out in.
+          static: what else the executable depends on.
+
+        Returns:
+          (words, executable).
+        """
+        key = static, forms(tensors)
+        planned = self._plans.get(key)
+        if planned is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            planned = self._plans[key] = self._plan(tensors, static)
+        plan, executable = planned
+        return self._packer.pack(plan, tensors), executable
+
+    def _plan(
+        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
+    ) -> tuple[Plan, Callable[..., Any]]:
+        """Checks tensors, and returns their plan and the executable of their bucket."""
+        raise NotImplementedError
+
+    def _laid_out(
+        self,
+        named: Mapping[str, tuple[torch.Tensor, str]],
+        bucket: Mapping[str, int],
+        make: Callable[..., Any],
+        static: tuple[Any, ...] = (),
+    ) -> tuple[Plan, Callable[..., Any]]:
+        """Checks tensors of the forms that are given, and plans them for a bucket.
+
+        Args:
+          named: name to (tensor, form); see `check_tensors`.
+          bucket: what first axes are padded to, by letter.
+          make: makes the executable of a layout: (config, layout, *static).
+          static: what else it depends on.
+        """
+        _, sizes = check_tensors(type(self).__name__, named, self.device)
+        layout = layout_of(named, bucket)
+        plan = self._packer.plan(layout, {name: x for name, (x, _) in named.items()}, sizes)
+        key = layout, static
+        if key not in self._executables:
+            self._executables[key] = make(self.config, layout, *static)
+        return plan, self._executables[key]
+
+    def _check_hidden(self, hidden: torch.Tensor, num_rows: int) -> None:
+        """Refuses hidden states of another shape."""
+        reads = self._reads
+        if hidden.shape != (num_rows, reads.hidden_size):
+            raise ValueError(
+                f"{type(self).__name__}: `target_hidden_states` is of shape {tuple(hidden.shape)}, "
+                f"wanted {(num_rows, reads.hidden_size)}: the target's states "
+                f"{list(reads.hidden_layers)} side by side (n = after n layers), a row for each "
+                "token."
+            )
 
     def _set_pages(self, num_pages: int, page_size: int) -> None:
         if self._memory is not None and (num_pages, page_size) != (

@@ -4,7 +4,7 @@ Source: vLLM v1/spec_decode/extract_hidden_states.py.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -17,10 +17,10 @@ from jspec.axes import PAD_SLOT
 from jspec.metadata import next_power_of_2
 from jspec.models import hidden_cache
 from jspec.proposers.extract_hidden import ExtractHiddenStatesConfig
-from torch_bridge._ops_run import check_tensors, first_rows
+from torch_bridge.checks import check_are_tensors, check_tensors, first_rows
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked, to_torch
-from torch_bridge.packing import Field, Layout, int64_pairs, kind_of
+from torch_bridge.packing import Layout, Plan, int64_pairs
 from torch_bridge.prepare import backup_tokens, metadata_first
 from torch_bridge.settings import count_first, read
 
@@ -105,6 +105,7 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         self._ready()
         owner, size = type(self).__name__, self.config.hidden_size
         check_tensors(owner, {"sampled_token_ids": (sampled_token_ids, "int B W")})
+        check_are_tensors(owner, **_by_layer(target_hidden_states))
         shapes = [tuple(states.shape) for states in target_hidden_states]
         num_rows = shapes[0][0] if shapes and shapes[0] else 0
         if shapes != [(num_rows, size)] * len(self.config.hidden_layers):
@@ -116,19 +117,20 @@ class ExtractHiddenStatesProposer(DeviceProposer):
             owner,
             *("slot_mapping", common_attn_metadata.slot_mapping, "int", num_rows, self.device),
         )
-        capacity = next_power_of_2(num_rows)
-        layout = Layout((Field("slot_mapping", "T", kind=kind_of(slots)),), (("T", capacity),))
-        self._packer.follow_stream()
-        states = self._hidden.write(target_hidden_states, capacity, "target_hidden_states")
-        words = self._packer.pack(layout, {"slot_mapping": slots}, {"T": num_rows})
-        store = self._drafts.get(layout)
-        if store is None:
-            store = self._drafts[layout] = _compiled(self.config, layout)
+        words, store = self._pack([slots, *target_hidden_states])
         # The tiny second result is what orders this memory before the next step's writes.
-        self._memory, done = store(self._memory, words, states)
+        self._memory, done = store(self._memory, words)
         self._packer.take(done, 1)
         with torch.inference_mode(False):  # so that it may be written to anywhere
             return sampled_token_ids[:, :1].clone()
+
+    def _plan(
+        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
+    ) -> tuple[Plan, Callable[..., Any]]:
+        slots, *layers = tensors
+        named = {"slot_mapping": (slots, "int T")}
+        named |= {name: (states, "float T D") for name, states in _by_layer(layers).items()}
+        return self._laid_out(named, {"T": next_power_of_2(len(slots))}, _compiled)
 
     @metadata_first
     def prepare_next_token_ids_padded(
@@ -206,13 +208,18 @@ def _get(hf_config: Any, name: str) -> Any:
     return get(name, None)
 
 
-def _compiled(config: ExtractHiddenStatesConfig, layout: Layout) -> Any:
+def _by_layer(hidden_states: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"target_hidden_states[{i}]": states for i, states in enumerate(hidden_states)}
+
+
+def _compiled(config: ExtractHiddenStatesConfig, layout: Layout) -> Callable[..., Any]:
     @functools.partial(jax.jit, donate_argnums=0)
-    def jspec_bridge_store(memory, words, states):
+    def jspec_bridge_store(memory, words):
         arrays, sizes = layout.unpack(words)
-        row = jnp.arange(states.shape[0], dtype=jnp.int32)
-        slots = jnp.where(row < sizes["T"], arrays["slot_mapping"], PAD_SLOT)
-        states = states.reshape(-1, len(config.hidden_layers), config.hidden_size)
+        slots = arrays.pop("slot_mapping")
+        row = jnp.arange(slots.shape[0], dtype=jnp.int32)
+        slots = jnp.where(row < sizes["T"], slots, PAD_SLOT)
+        states = jnp.stack(list(arrays.values()), axis=1)
         return hidden_cache.write(memory, states, slots), int64_pairs(sizes["T"][None, None])
 
     return jspec_bridge_store

@@ -1,33 +1,40 @@
 """Drafters with a decoder of their own, called as vLLM's runner calls its own.
 
-A step crosses to JAX once and back once: its integers are packed, and hidden states are written to
-memory that both sides keep. Source: vLLM v1/spec_decode/llm_base_proposer.py.
+A step crosses to JAX once and back once. Source: vLLM v1/spec_decode/llm_base_proposer.py.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jspec.axes import INT32_MAX, PAD_SLOT
 from jspec.metadata import next_power_of_2, row_request
 from jspec.state import Batch
 from torch_bridge import rows
-from torch_bridge._ops_run import check_tensors
+from torch_bridge.checks import check_are_tensors, check_has, check_tensors
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked
-from torch_bridge.packing import Field, Layout, int64_pairs, kind_of
+from torch_bridge.packing import Layout, Plan, int64_pairs
 from torch_bridge.prepare import Preparing
 from torch_bridge.settings import count_first, drafts_of_step
 
-_ORDER = (
-    *("query_start_loc", "target_token_ids", "target_positions", "next_token_ids", "seq_lens"),
-    *("num_rejected_tokens_gpu", "block_table_tensor"),
-)
+_FORMS = {
+    "query_start_loc": "int B+1",
+    "target_token_ids": "int T",
+    "target_positions": "int T",
+    "next_token_ids": "int B",
+    "seq_lens": "int B",
+    "num_rejected_tokens_gpu": "int B",
+    "block_table_tensor": "int B M",
+    "target_hidden_states": "float T D",
+}
 """The tensors of a step, as they are packed: `query_start_loc` first says how many requests."""
+_METADATA = ("num_reqs", "query_start_loc", "seq_lens", "block_table_tensor")
 
 
 class LLMProposer(Preparing, DeviceProposer):
@@ -55,23 +62,16 @@ class LLMProposer(Preparing, DeviceProposer):
         width = self.num_speculative_tokens + 1
         for bucket in {self._bucket(1, num_tokens), self._bucket(-(-num_tokens // width), 1)}:
             nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
-            positions = nothing.long()
             hidden = torch.zeros(
                 (0, self._reads.hidden_size), dtype=self._dtype(), device=self.device
             )
-            tokens = self._run(
-                bucket,
-                {"B": 0, "T": 0},
-                self.num_speculative_tokens,
-                hidden,
-                query_start_loc=torch.zeros(1, dtype=torch.int32, device=self.device),
-                target_token_ids=nothing,
-                target_positions=positions.reshape(0, 3) if self._has_axes else positions,
-                next_token_ids=nothing,
-                seq_lens=nothing,
-                num_rejected_tokens_gpu=nothing,
-                block_table_tensor=nothing.reshape(0, columns),
+            positions = nothing.long()
+            step = (
+                *(nothing.new_zeros(1), nothing),
+                positions.reshape(0, 3) if self._has_axes else positions,
+                *(nothing, nothing, nothing, nothing.reshape(0, columns)),
             )
+            tokens = self._run(step, hidden, self.num_speculative_tokens, bucket)
             self._packer.take(tokens, 0)  # the next step is packed where this one is read
 
     @count_first
@@ -130,46 +130,33 @@ class LLMProposer(Preparing, DeviceProposer):
             )
         cad, index = common_attn_metadata, token_indices_to_sample
         rejected = num_rejected_tokens_gpu
-        _check_are_tensors(
-            owner,
-            target_token_ids=target_token_ids,
-            target_positions=target_positions,
-            next_token_ids=next_token_ids,
-            query_start_loc=cad.query_start_loc,
-            seq_lens=cad.seq_lens,
-            block_table_tensor=cad.block_table_tensor,
-        )
-        num_requests, num_rows = cad.num_reqs, len(target_token_ids)
-        query_start = _first(cad.query_start_loc, num_requests + 1)
-        if rejected is not None:
-            _check_are_tensors(owner, num_rejected_tokens_gpu=rejected)
-        elif index is None:
-            rejected = self._packer.zeros(num_requests)
-        else:
-            check_tensors(
-                owner,
-                {
-                    "next_token_ids": (next_token_ids, "int B"),
-                    "token_indices_to_sample": (index, "int B"),
-                },
-                self.device,
+        try:
+            num_requests = cad.num_reqs
+            query_start = _first(owner, cad, "query_start_loc", num_requests + 1)
+            if rejected is None:
+                rejected = self._num_rejected(query_start, index, next_token_ids)
+            step = (
+                query_start,
+                _as_int32(target_token_ids),
+                self._as_positions(target_positions),
+                _as_int32(next_token_ids),
+                _first(owner, cad, "seq_lens", num_requests),
+                rejected,
+                _first(owner, cad, "block_table_tensor", num_requests),
             )
-            rejected = (query_start[1:] - 1 - index).to(torch.int32)
-        if target_positions.ndim == 2:
-            target_positions = self._in_axes(target_positions)
-        tokens = self._run(
-            self._bucket(num_requests, num_rows),
-            {"B": num_requests, "T": num_rows},
-            columns,
-            target_hidden_states,
-            query_start_loc=query_start,
-            target_token_ids=_as_int32(target_token_ids),
-            target_positions=_as_int64(target_positions),
-            next_token_ids=_as_int32(next_token_ids),
-            seq_lens=_first(cad.seq_lens, num_requests),
-            num_rejected_tokens_gpu=rejected,
-            block_table_tensor=_first(cad.block_table_tensor, num_requests),
-        )
+            tokens = self._run(step, target_hidden_states, columns)
+        except AttributeError:  # looked for only now: looking takes time
+            check_has(owner, "common_attn_metadata", cad, *_METADATA)
+            arguments = {name: getattr(cad, name) for name in _METADATA[1:]} | {
+                "target_token_ids": target_token_ids,
+                "target_positions": target_positions,
+                "next_token_ids": next_token_ids,
+                "num_rejected_tokens_gpu": rejected,
+            }
+            if self._reads.hidden_layers:
+                arguments["target_hidden_states"] = target_hidden_states
+            check_are_tensors(owner, **arguments)
+            raise
         drafts = self._packer.take(tokens, num_requests)
         return drafts if columns else drafts[:, :0]
 
@@ -179,75 +166,60 @@ class LLMProposer(Preparing, DeviceProposer):
 
     def _run(
         self,
-        bucket: tuple[int, int],
-        sizes: dict[str, int],
-        columns: int,
+        step: tuple[torch.Tensor, ...],
         hidden: torch.Tensor,
-        **tensors: torch.Tensor,
+        columns: int,
+        bucket: tuple[int, int] | None = None,
     ) -> Int32[Array, "B 2K"]:
-        """Runs a step that is padded to a bucket (requests, rows)."""
-        tensors = {name: tensors[name] for name in _ORDER}
-        forms = [(tensor.dtype, tensor.shape[1:]) for tensor in tensors.values()]
-        key = (bucket, columns, *forms)
-        compiled = self._drafts.get(key)
-        if compiled is None:
-            layout = self._layout(bucket, tensors)
-            compiled = self._drafts[key] = layout, _compiled(self.config, layout, columns)
-        layout, draft = compiled
-        states = None
-        if self._reads.hidden_layers:
-            states = self._write_hidden(hidden, sizes["T"], bucket[1])
-        words = self._packer.pack(layout, tensors, sizes)
+        """Runs a step, in the order of `_FORMS`, that is padded to a bucket (requests, rows)."""
+        tensors = (*step, hidden) if self._reads.hidden_layers else step
+        words, draft = self._pack(tensors, (columns, bucket))
         with self._placed():
-            self._memory, tokens = draft(self._params, self._memory, words, states)
+            self._memory, tokens = draft(self._params, self._memory, words)
         return tokens
 
-    def _write_hidden(
-        self, hidden: torch.Tensor, num_rows: int, capacity: int
-    ) -> Float[Array, "T D"]:
-        reads = self._reads
-        is_tensor = isinstance(hidden, torch.Tensor)
-        if not is_tensor or hidden.shape != (num_rows, reads.hidden_size):
-            got = f"of shape {tuple(hidden.shape)}" if is_tensor else f"a {type(hidden).__name__}"
-            raise ValueError(
-                f"{type(self).__name__}: `target_hidden_states` is {got}, wanted "
-                f"{(num_rows, reads.hidden_size)}: the target's states {list(reads.hidden_layers)} "
-                "side by side (n = after n layers), a row for each token."
-            )
-        # Before the pack: JAX waits for what the stream holds when it gets the packed array.
-        self._packer.follow_stream()
-        return self._hidden.write([hidden], capacity, "target_hidden_states")
+    def _plan(
+        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
+    ) -> tuple[Plan, Callable[..., Any]]:
+        columns, bucket = static
+        named = {name: (x, form) for (name, form), x in zip(_FORMS.items(), tensors, strict=False)}
+        if tensors[2].ndim == 2:
+            named["target_positions"] = tensors[2], "int T axes"
+        num_requests, num_rows = tensors[0].shape[0] - 1, tensors[1].shape[0]
+        if "target_hidden_states" in named:
+            self._check_hidden(tensors[-1], num_rows)
+        requests, rows = bucket or self._bucket(num_requests, num_rows)
+        return self._laid_out(named, {"B": requests, "T": rows}, _compiled, (columns,))
 
     def _ready(self) -> None:
         if self._memory is None:
             super()._ready()
             self._memory = rows.followed(self._memory)
 
-    def _layout(self, bucket: tuple[int, int], tensors: dict[str, torch.Tensor]) -> Layout:
-        """Lays a step out, and checks dtypes and ranks, once for each; `pack` checks sizes."""
-        forms = {
-            "query_start_loc": "int B+1",
-            "target_token_ids": "int T",
-            "target_positions": "int T" if tensors["target_positions"].ndim < 2 else "int T axes",
-            "block_table_tensor": "int B M",
-        }
-        forms = {name: forms.get(name, "int B") for name in tensors}
+    def _num_rejected(
+        self,
+        query_start: torch.Tensor,
+        index: torch.Tensor | None,
+        next_token_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Counts the rows behind those to sample from."""
+        if index is None:
+            return self._packer.zeros(query_start.shape[0] - 1)
         check_tensors(
             type(self).__name__,
-            {name: (tensor, forms[name]) for name, tensor in tensors.items()},
+            {
+                "next_token_ids": (next_token_ids, "int B"),
+                "token_indices_to_sample": (index, "int B"),
+            },
             self.device,
         )
-        fields = tuple(
-            Field(
-                name=name,
-                size=forms[name].split()[1][0],
-                more=int(name == "query_start_loc"),
-                shape=tuple(tensor.shape[1:]),
-                kind=kind_of(tensor),
-            )
-            for name, tensor in tensors.items()
-        )
-        return Layout(fields, (("B", bucket[0]), ("T", bucket[1])))
+        return (query_start[1:] - 1 - index).to(torch.int32)
+
+    def _as_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns positions as int64; [3, T] ones as the drafter reads them."""
+        if positions.ndim == 2:
+            positions = self._in_axes(positions)
+        return positions.long() if positions.dtype == torch.int32 else positions
 
     def _in_axes(self, positions: torch.Tensor) -> torch.Tensor:
         """Returns [3, T] positions as the drafter reads them: all axes, or the first alone."""
@@ -302,18 +274,21 @@ class DFlashProposer(LLMProposer):
     methods = ("dflash",)
 
 
-def _check_are_tensors(owner: str, **tensors: Any) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{owner}: `{name}` is a {type(tensor).__name__}, wanted a torch tensor on the "
-                f"drafter's device. Make one first: torch.as_tensor({name})."
-            )
+def _first(owner: str, cad: Any, name: str, size: int) -> torch.Tensor:
+    """Returns the first entries of a buffer of the metadata's, which may be longer.
 
-
-def _first(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Returns the first entries of a buffer that may be longer."""
-    return tensor if tensor.shape[0] == size else tensor[:size]
+    Raises:
+      ValueError: it is shorter.
+    """
+    tensor = getattr(cad, name)
+    if tensor.shape[0] == size:
+        return tensor
+    if tensor.shape[0] < size:
+        raise ValueError(
+            f"{owner}: `{name}` has shape {tuple(tensor.shape)}, wanted {size} entries or more, as "
+            f"`num_reqs` {cad.num_reqs} says. Pass the metadata of the target's step."
+        )
+    return tensor[:size]
 
 
 def _as_int32(tensor: torch.Tensor) -> torch.Tensor:
@@ -323,17 +298,13 @@ def _as_int32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clamp(-INT32_MAX, INT32_MAX).to(torch.int32)
 
 
-def _as_int64(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.long() if tensor.dtype == torch.int32 else tensor
-
-
 def _compiled(config: Any, layout: Layout, columns: int) -> Any:
     """Makes the one executable of a bucket: unpack, prepare, draft."""
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def jspec_bridge_propose(params, memory, words, hidden):
+    def jspec_bridge_propose(params, memory, words):
         with jax.named_scope("unpack"):
-            batch = _batch(*layout.unpack(words), hidden)
+            batch = _batch(*layout.unpack(words))
         with jax.named_scope("propose"):
             memory, drafts = rows.propose(config, params, memory, batch, num_drafts=columns)
         # Something is returned in any case: it is what orders the next step behind this one.
@@ -343,9 +314,7 @@ def _compiled(config: Any, layout: Layout, columns: int) -> Any:
     return jspec_bridge_propose
 
 
-def _batch(
-    arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]], hidden: Float[Array, "T D"] | None
-) -> Batch:
+def _batch(arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]]) -> Batch:
     """Pads a step as jspec's data contract says: nothing behind the live sizes is as it came."""
     num_requests = arrays["next_token_ids"].shape[0]
     num_rows = arrays["target_token_ids"].shape[0]
@@ -378,7 +347,7 @@ def _batch(
         request_slot=jnp.where(live, request[:-1], PAD_SLOT),
         backup_token=zeros,
         discard=~live,
-        hidden=hidden,
+        hidden=arrays.get("target_hidden_states"),
         next_token=jnp.where(live, arrays["next_token_ids"], 0),
         last_index=jnp.clip(start[1:] - 1 - rejected, 0, num_rows - 1),
         num_valid=keeps.astype(jnp.int32),

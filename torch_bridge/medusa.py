@@ -1,6 +1,7 @@
 """Medusa heads, called as vLLM's runner calls them. Source: vLLM v1/spec_decode/medusa.py."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ from jspec import proposers
 from jspec.axes import PAD_SLOT
 from jspec.metadata import next_power_of_2
 from jspec.state import Batch
+from torch_bridge.checks import check_are_tensors
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked
-from torch_bridge.packing import Layout, int64_pairs
+from torch_bridge.packing import Layout, Plan, int64_pairs
 from torch_bridge.settings import count_first, drafts_of_step
 
 
@@ -52,26 +54,20 @@ class MedusaProposer(DeviceProposer):
         columns = drafts_of_step(
             type(self).__name__, num_speculative_tokens, self.num_speculative_tokens
         )
-        wanted = self._reads.hidden_size
-        is_tensor = isinstance(target_hidden_states, torch.Tensor)
-        if not is_tensor or target_hidden_states.shape[1:] != (wanted,):
-            got = f"of shape {tuple(target_hidden_states.shape)}" if is_tensor else "no tensor"
-            raise ValueError(
-                f"MedusaProposer: `target_hidden_states` is {got}, wanted [B, {wanted}], the state "
-                "of each request's last accepted row after the target's final norm."
-            )
-        num_requests = target_hidden_states.shape[0]
-        capacity = next_power_of_2(num_requests)
-        layout = Layout((), (("B", capacity),))
-        self._packer.follow_stream()
-        hidden = self._hidden.write([target_hidden_states], capacity, "target_hidden_states")
-        words = self._packer.pack(layout, {}, {"B": num_requests})
-        draft = self._drafts.get(layout)
-        if draft is None:
-            draft = self._drafts[layout] = _compiled(self.config, layout)
-        self._memory, tokens = draft(self._params, self._memory, words, hidden)
-        drafts = self._packer.take(tokens, num_requests)
+        check_are_tensors(type(self).__name__, target_hidden_states=target_hidden_states)
+        words, draft = self._pack([target_hidden_states])
+        self._memory, tokens = draft(self._params, self._memory, words)
+        drafts = self._packer.take(tokens, target_hidden_states.shape[0])
         return drafts if columns == drafts.shape[1] else drafts[:, :columns].contiguous()
+
+    def _plan(
+        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
+    ) -> tuple[Plan, Callable[..., Any]]:
+        (hidden,) = tensors
+        num_requests = hidden.shape[0] if hidden.ndim else 0
+        self._check_hidden(hidden, num_requests)
+        named = {"target_hidden_states": (hidden, "float B D")}
+        return self._laid_out(named, {"B": next_power_of_2(num_requests)}, _compiled)
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
@@ -89,10 +85,11 @@ class MedusaProposer(DeviceProposer):
         self.propose(torch.zeros(shape, dtype=self._dtype(), device=self.device))
 
 
-def _compiled(config: Any, layout: Layout) -> Any:
+def _compiled(config: Any, layout: Layout) -> Callable[..., Any]:
     @functools.partial(jax.jit, donate_argnums=1)
-    def jspec_bridge_medusa(params, memory, words, hidden):
-        _, sizes = layout.unpack(words)
+    def jspec_bridge_medusa(params, memory, words):
+        arrays, sizes = layout.unpack(words)
+        hidden = arrays["target_hidden_states"]
         request = jnp.arange(hidden.shape[0], dtype=jnp.int32)
         live = request < sizes["B"]
         zeros = jnp.zeros_like(request)

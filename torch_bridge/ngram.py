@@ -142,8 +142,9 @@ class NgramProposerGPU:
             layout = Layout(fields, (("B", rows),))
             step = self._steps[key] = layout, _compiled(layout, self.min_n, self.max_n, self.k)
         layout, match = step
+        plan = self._packer.plan(layout, tensors, {"B": B})
         with self._placed():
-            found = match(table, self._packer.pack(layout, tensors, {"B": B}))
+            found = match(table, self._packer.pack(plan, list(tensors.values())))
         # One copy: the drafts of all rows, then the counts.
         self._returned, both = self._packer.own(found, rows * self.k + B, torch.int32)
         drafts, num_valid = both[: B * self.k].view(B, self.k), both[rows * self.k :]

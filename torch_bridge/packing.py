@@ -1,4 +1,4 @@
-"""Many small integer tensors as one, so that a step crosses to JAX once.
+"""The tensors of a step as one, so that it crosses to JAX once.
 
 `Packer.pack` writes them one behind the other into one int32 tensor, with their sizes in front;
 `Layout.unpack`, inside jit, cuts them out again, padded to the sizes of a bucket. So neither a
@@ -8,9 +8,9 @@ padded copy nor a host value is needed, whatever sizes a step has.
 import functools
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,10 @@ from jspec.metadata import next_power_of_2
 from torch_bridge.dlpack import Stream, check_not_forked, from_host, is_dense, jax_device
 from torch_bridge.shared import alias, empty, with_index
 
-_MOST_HEADERS = 4096
 _KEPT_RESULTS = 4
-Kind = Literal["int32", "int64", "float32", "bool"]
+_MOST_SLICES = 4096
+Kind = Literal["int32", "int64", "bool", "float32", "bfloat16", "float16"]
+_HALVES = ("bfloat16", "float16")
 _INT32_MIN = -INT32_MAX - 1
 
 
@@ -50,8 +51,11 @@ class Field:
 
     @property
     def words(self) -> int:
-        """int32 words of an entry."""
-        return math.prod(self.shape) * (2 if self.kind == "int64" else 1)
+        """int32 words of an entry: a bool takes one, and two halves of an even row share one."""
+        size = math.prod(self.shape)
+        if self.kind == "int64":
+            return 2 * size
+        return size // 2 if self.kind in _HALVES and size % 2 == 0 else size
 
 
 @dataclass(frozen=True)
@@ -92,16 +96,35 @@ class Layout:
             num_entries = capacity[field.size] + field.more
             # In range: before this one lies at most what the bucket has room for.
             part = lax.dynamic_slice(words, (offset,), (num_entries * field.words,))
-            arrays[field.name] = _decode(part, field.kind).reshape(num_entries, *field.shape)
+            arrays[field.name] = _decode(part, field).reshape(num_entries, *field.shape)
             offset = offset + (sizes[field.size] + field.more) * field.words
         return arrays, sizes
+
+
+class Plan(NamedTuple):
+    """How tensors of known forms are packed; see `Packer.plan`.
+
+    Attributes:
+      header: their sizes, on the device.
+      length: words that are written.
+      num_words: words that JAX reads.
+    """
+
+    header: torch.Tensor
+    length: int
+    num_words: int
+
+
+def forms(tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
+    """Returns what a plan for some tensors depends on; hashable."""
+    return tuple([(x.dtype, x.shape, x.device, x.layout) for x in tensors])
 
 
 class Packer:
     """Packs the steps of one drafter, into memory that both sides keep, for one thread.
 
-    A result of what read one step is fetched with `own` before the next is packed: nothing else
-    makes the next step's writes wait for JAX's reads.
+    A result of what read one step is fetched with `own` or `take` before the next is packed:
+    nothing else makes the next step's writes wait for JAX's reads.
 
     Args:
       device: of the tensors.
@@ -115,15 +138,14 @@ class Packer:
         self._torch_device = with_index(device)
         self._numbers = self._words = self._empty((0,), torch.int32)
         self._zeros = self._empty((0,), torch.int32)
-        self._headers: dict[tuple[int, ...], torch.Tensor] = {}
+        self._first: dict[int, torch.Tensor] = {}
         self._taken: deque[torch.Tensor] = deque(maxlen=_KEPT_RESULTS)
         self._arrays: dict[int, jax.Array] = {}
+        self._outside = torch.inference_mode(False)  # what comes out may be written to anywhere
         self._last: Any = None  # the stream that reads and writes this memory
 
-    def pack(
-        self, layout: Layout, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]
-    ) -> Int32[Array, "words"]:
-        """Writes a step's tensors into one array of JAX, valid until the next call.
+    def plan(self, layout: Layout, tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> Plan:
+        """Checks a step's tensors once for all that have the same `forms`.
 
         Args:
           layout: a field for each tensor.
@@ -132,21 +154,44 @@ class Packer:
 
         Raises:
           TypeError, ValueError: a tensor is of another dtype, shape or device; named.
+        """
+        for letter, most in layout.capacity:
+            if not 0 <= sizes[letter] <= most:
+                raise ValueError(
+                    f"{self.owner}: this step has {letter} = {sizes[letter]}, wanted 0 to {most}. "
+                    "Raise max_num_seqs or max_num_batched_tokens in the scheduler's config."
+                )
+        length = len(layout.capacity)
+        for field in layout.fields:
+            num_entries = sizes[field.size] + field.more
+            self._check(field, tensors.get(field.name), num_entries)
+            length += num_entries * field.words
+        header = self._header([sizes[letter] for letter, _ in layout.capacity])
+        return Plan(header, length, layout.num_words)
+
+    def pack(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> Int32[Array, "words"]:
+        """Writes a step's tensors into one array of JAX, valid until the next call.
+
+        Args:
+          plan: for tensors of these `forms`.
+          tensors: in the order of the layout's fields.
+
+        Raises:
           RuntimeError: this process was forked from one that ran JAX.
         """
         check_not_forked()
         self.follow_stream()
-        self._reserve(layout, sizes)
-        words, num_words = self._words, layout.num_words
-        parts = [self._header(tuple([sizes[letter] for letter, _ in layout.capacity]))]
-        for field in layout.fields:
-            parts.append(self._encode(field, tensors.get(field.name), sizes[field.size]))
-        torch.cat(parts, out=words[: sum([len(part) for part in parts])])
+        words = self._first_words(plan.num_words)  # which makes room for all of it
+        parts = [plan.header, *[_as_words(tensor) for tensor in tensors]]
         if self.stream is not None:
-            return self.stream.to_jax(words[:num_words])
-        if num_words not in self._arrays:
-            self._arrays[num_words] = alias(words[:num_words])
-        return self._arrays[num_words]
+            torch.cat(parts, out=self._first_words(plan.length))
+            return self.stream.to_jax(words)
+        # Not by torch, whose threads spin for a while after a large copy, in the way of XLA's: on two
+        # cores a step took 1.4 times as long.
+        np.concatenate([x.numpy() for x in parts], out=self._first_words(plan.length).numpy())
+        if plan.num_words not in self._arrays:
+            self._arrays[plan.num_words] = alias(words)
+        return self._arrays[plan.num_words]
 
     def take(self, pairs: Int32[Array, "B 2K"], num_rows: int) -> torch.Tensor:
         """Makes the first rows of a result a tensor of torch's, on the current stream.
@@ -163,7 +208,7 @@ class Packer:
           int64 [num_rows, K].
         """
         self.follow_stream()
-        with torch.inference_mode(False):  # what comes out may be written to anywhere
+        with self._outside:
             if self.stream is None:
                 rows = np.array(pairs)[:num_rows]  # waits for the result
                 return torch.from_numpy(rows.view(np.int64))
@@ -172,7 +217,7 @@ class Packer:
             # what torch had queued before the step in between.
             self._taken.append(view)
             view = view.view(torch.int64)
-            return view if len(view) == num_rows else view[:num_rows]
+            return view if view.shape[0] == num_rows else view[:num_rows]
 
     def own(self, array: jax.Array, num_rows: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
         """Copies the first rows of a result into a tensor of torch's own, on the current stream.
@@ -206,88 +251,85 @@ class Packer:
         if self.stream is None:
             return
         current = self.stream.current()
-        if self._last is not None and self._last != current:
+        if self._last is not None and self._last is not current:
             current.wait_stream(self._last)
         self._last = current
 
-    def _header(self, sizes: tuple[int, ...]) -> torch.Tensor:
+    def _header(self, sizes: Sequence[int]) -> torch.Tensor:
         """Returns sizes on the device, which they reach without a copy from the host."""
-        header = self._headers.get(sizes)
-        if header is None:
-            if len(self._headers) >= _MOST_HEADERS:
-                self._headers.clear()
-            numbers = [self._numbers[size : size + 1] for size in sizes]
-            with torch.inference_mode(False):
-                header = self._headers[sizes] = torch.cat(numbers)
-        return header
-
-    def _reserve(self, layout: Layout, sizes: Mapping[str, int]) -> None:
-        for letter, most in layout.capacity:
-            if not 0 <= sizes[letter] <= most:
-                raise ValueError(
-                    f"{self.owner}: this step has {letter} = {sizes[letter]}, wanted 0 to {most}. "
-                    "Raise max_num_seqs or max_num_batched_tokens in the scheduler's config."
-                )
+        most = max(sizes)
+        with torch.inference_mode(False):
             if most >= self._numbers.shape[0]:
-                with torch.inference_mode(False):
-                    self._numbers = torch.arange(
-                        2 * most + 1, dtype=torch.int32, device=self._torch_device
-                    )
-        if layout.num_words > self._words.shape[0]:
-            self._words = self._empty((2 * layout.num_words,), torch.int32)
-            self._arrays = {}
+                self._numbers = torch.arange(
+                    2 * most + 1, dtype=torch.int32, device=self._torch_device
+                )
+            return torch.cat([self._numbers[size : size + 1] for size in sizes])
+
+    def _first_words(self, count: int) -> torch.Tensor:
+        """Returns the front of the memory that steps are written to."""
+        words = self._first.get(count)
+        if words is None:
+            if count > self._words.shape[0]:
+                self._words = self._empty((count,), torch.int32)
+                self._first, self._arrays = {}, {}
+            elif len(self._first) >= _MOST_SLICES:
+                self._first.clear()
+            words = self._first[count] = self._words[:count]
+        return words
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return empty(shape, dtype, self._torch_device)
 
-    def _encode(self, field: Field, tensor: Any, size: int) -> torch.Tensor:
-        dtype, wanted = _TORCH_KINDS[field.kind], (size + field.more, *field.shape)
-        if not (
-            isinstance(tensor, torch.Tensor)
-            and is_dense(tensor)
-            and tensor.shape == wanted
-            and tensor.dtype == dtype
-            and tensor.device == self._torch_device
-        ):
-            raise self._misfit(field, tensor, wanted)
-        flat = tensor if len(wanted) == 1 else tensor.reshape(-1)
-        if dtype == torch.int32:
-            return flat
-        if dtype == torch.bool:
-            return flat.to(torch.int32)
-        if dtype == torch.float32:
-            return flat.detach().resolve_neg().view(torch.int32)
-        if flat.stride() == (1,):
-            return flat.view(torch.int32)
-        # Halves lie side by side; one entry may have any stride, and is contiguous to torch.
-        return flat.contiguous().as_strided(flat.shape, (1,)).view(torch.int32)
-
-    def _misfit(self, field: Field, tensor: Any, wanted: tuple[int, ...]) -> Exception:
+    def _check(self, field: Field, tensor: Any, num_entries: int) -> None:
         """Says what is wrong with a tensor."""
+        wanted, dtype = (num_entries, *field.shape), _TORCH_KINDS[field.kind]
         dense = isinstance(tensor, torch.Tensor) and is_dense(tensor)
         if not dense or tensor.shape != wanted:
             got = tuple(tensor.shape) if dense else f"a {type(tensor).__name__}"
-            return ValueError(
+            raise ValueError(
                 f"{self.owner}: `{field.name}` is {got}, wanted a dense tensor of shape {wanted}. "
                 "Pass one entry for each request or row of this step."
             )
-        dtype = _TORCH_KINDS[field.kind]
         if tensor.dtype != dtype:
-            return TypeError(
+            raise TypeError(
                 f"{self.owner}: `{field.name}` has dtype {tensor.dtype}, wanted {dtype}. Convert "
                 f"it first: {field.name}.to({dtype})."
             )
-        return ValueError(
-            f"{self.owner}: `{field.name}` is on {tensor.device}, and the drafter on "
-            f"{self._torch_device}. Move it there first."
-        )
+        if tensor.device != self._torch_device:
+            raise ValueError(
+                f"{self.owner}: `{field.name}` is on {tensor.device}, and the drafter on "
+                f"{self._torch_device}. Move it there first."
+            )
+
+
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's memory as int32, one behind the other."""
+    if tensor.dtype == torch.int32:
+        return tensor if tensor.ndim == 1 else tensor.reshape(-1)
+    if tensor.dtype == torch.bool:
+        return tensor.reshape(-1).to(torch.int32)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
+    if flat.stride() != (1,):
+        # Words lie side by side; one entry may have any stride, and is contiguous to torch.
+        flat = flat.contiguous().as_strided(flat.shape, (1,))
+    if tensor.dtype.itemsize == 2 and math.prod(tensor.shape[1:]) % 2:
+        return flat.view(torch.int16).to(torch.int32)
+    if flat.data_ptr() % 4:
+        flat = flat.clone()
+    return flat.view(torch.int32)
 
 
 _TORCH_KINDS: dict[Kind, torch.dtype] = {
     "int32": torch.int32,
     "int64": torch.int64,
-    "float32": torch.float32,
     "bool": torch.bool,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
 }
 _KINDS: dict[torch.dtype, Kind] = {dtype: kind for kind, dtype in _TORCH_KINDS.items()}
 
@@ -302,9 +344,12 @@ def int64_pairs(ints: Int32[Array, "B K"]) -> Int32[Array, "B 2K"]:
     return jnp.stack([ints, ints >> 31], axis=-1).reshape(len(ints), -1)  # little-endian
 
 
-def _decode(words: Array, kind: Kind) -> Array:
-    if kind == "float32":
-        return lax.bitcast_convert_type(words, jnp.float32)
+def _decode(words: Array, field: Field) -> Array:
+    kind = field.kind
+    if kind in _HALVES and math.prod(field.shape) % 2:
+        words = words.astype(jnp.int16)
+    if kind == "float32" or kind in _HALVES:  # a word becomes one float, or two
+        return lax.bitcast_convert_type(words, jnp.dtype(kind))
     if kind == "bool":
         return words != 0
     if kind == "int32":

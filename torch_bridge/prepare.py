@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from jspec.axes import PAD_TOKEN
-from torch_bridge._ops_run import changed, check_tensors, first_rows
+from torch_bridge._ops_run import changed
+from torch_bridge.checks import check_tensors, first_rows
 from torch_bridge.shared import on_device
 
 
