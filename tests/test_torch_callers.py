@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import jspec  # noqa: E402
 from jspec.proposers import eagle, medusa  # noqa: E402
+from tests.counting import backend_compiles  # noqa: E402
 from tests.torch_runner import Request, common_attn_metadata, vllm_config  # noqa: E402
 from torch_bridge import EagleProposer, MedusaProposer, NgramProposerGPU, ops  # noqa: E402
 from torch_bridge.dlpack import jax_device  # noqa: E402
@@ -130,6 +131,20 @@ def test_drafts_may_be_written_to_in_and_outside_of_every_mode(drafter, wanted, 
     assert drafts.add_(0).tolist() == wanted
     drafts.fill_(-1)
     assert drafter.propose(**arguments()).tolist() == wanted
+
+
+def test_a_table_of_another_width_compiles_nothing_and_drafts_the_same(wanted):
+    drafter = make()
+    drafter.dummy_run(8)
+    given, widths = [], (3, 5, 16, 17, 24, 32)
+    for width in widths:
+        table = np.full((2, width), 31)  # pages of the other request, behind those that are read
+        table[:, : min(width, 16)] = np.arange(32).reshape(2, 16)[:, :width]
+        metadata = common_attn_metadata([0, 5, 8], [5, 3], table, page_size=4, device=DEVICE)
+        given.append(arguments() | {"common_attn_metadata": metadata})
+    with backend_compiles() as compiled:
+        got = [drafter.propose(**each).tolist() for each in given]
+    assert got == [wanted] * len(widths) and compiled == []
 
 
 def test_the_index_of_a_cpu_does_not_matter():

@@ -164,6 +164,23 @@ def test_what_is_no_target_is_an_error():
         eagle().load_model(None)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"kv_cache_groups": []}, "kv_cache_groups` is empty, wanted the target's"),
+        ({"kv_cache_groups": None}, "kv_cache_groups` is missing"),
+        ({"kv_cache_groups": [SimpleNamespace()]}, "kv_cache_groups.0..kv_cache_spec.block_size`"),
+        ({"num_blocks": None}, "num_blocks` is missing"),
+    ],
+)
+def test_a_kv_cache_configuration_that_lacks_something_is_an_error(change, words):
+    proposer = eagle()
+    whole, _ = kv_cache(LIMITS)
+    with pytest.raises(ValueError, match=f"EagleProposer: `kv_cache_config.{words}"):
+        proposer.initialize_attn_backend(SimpleNamespace(**vars(whole) | change))
+    assert proposer.block_size == -1
+
+
 @pytest.mark.parametrize("size", [0, 3, 7])
 def test_pages_that_do_not_fill_the_blocks_are_an_error(size):
     proposer = eagle()

@@ -150,6 +150,19 @@ def test_tokens_that_land_outside_their_row_are_dropped(drafter):
 
 
 @pytest.mark.any_device
+@pytest.mark.parametrize("length", [-1, -3, -(2**31)])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_a_length_below_0_writes_nothing_and_drafts_nothing(drafter, length, dtype):
+    table = torch.arange(8, dtype=torch.int32, device=drafter.device).reshape(2, 4)
+    sampled = np.array([[91, 92, 93], [94, 95, 96]], np.int32)
+    drafts, num_valid = run(
+        drafter, table, np.array([length, 1], dtype), sampled, np.array([3, 1], np.int32)
+    )
+    assert table.tolist() == [[0, 1, 2, 3], [4, 94, 6, 7]]
+    assert num_valid[0] == 0 and (drafts[0] == PAD_TOKEN).all()
+
+
+@pytest.mark.any_device
 def test_what_is_returned_may_be_written_to(rng, drafter):
     histories, lengths = oracle.contexts(rng, 6, MAX_LEN)
     table, *step = split(rng, histories, lengths)

@@ -147,9 +147,17 @@ class DeviceProposer:
           ValueError: a size is missing, or pages of it do not fill the blocks.
         """
         owner = type(self).__name__
-        num_pages = read(kv_cache_config, "num_blocks", owner=owner)
-        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        block_size = read(spec, "block_size", owner=owner)
+        num_pages, groups = (
+            read(kv_cache_config, name, owner=owner, of="kv_cache_config")
+            for name in ("num_blocks", "kv_cache_groups")
+        )
+        if not groups:
+            raise ValueError(
+                f"{owner}: `kv_cache_config.kv_cache_groups` is empty, wanted the target's group. "
+                "Pass the configuration that vLLM made for the target."
+            )
+        first = "kv_cache_config.kv_cache_groups[0]"
+        block_size = read(groups[0], "kv_cache_spec.block_size", owner=owner, of=first)
         page_size = kernel_block_sizes[0] if kernel_block_sizes else block_size
         if page_size < 1 or num_pages * block_size % page_size:
             raise ValueError(

@@ -4,6 +4,7 @@ A step crosses to JAX once and back once. Source: vLLM v1/spec_decode/llm_base_p
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,10 +31,11 @@ _FORMS = {
     "next_token_ids": "int B",
     "seq_lens": "int B",
     "num_rejected_tokens_gpu": "int B",
-    "block_table_tensor": "int B M",
+    "block_table_tensor": "int P",
     "target_hidden_states": "float T D",
 }
-"""The tensors of a step, as they are packed: `query_start_loc` first says how many requests."""
+"""The tensors of a step, as they are packed: `query_start_loc` first says how many requests. The
+table is flat, so that its width, which releases of vLLM choose differently, compiles nothing."""
 _METADATA = ("num_reqs", "query_start_loc", "seq_lens", "block_table_tensor")
 
 
@@ -58,7 +60,6 @@ class LLMProposer(Preparing, DeviceProposer):
         if not self._can_compile:
             return
         self._ready()
-        columns = -(-self.max_model_len // self.block_size)
         width = self.num_speculative_tokens + 1
         for bucket in {self._bucket(1, num_tokens), self._bucket(-(-num_tokens // width), 1)}:
             nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
@@ -69,7 +70,7 @@ class LLMProposer(Preparing, DeviceProposer):
             step = (
                 *(nothing.new_zeros(1), nothing),
                 positions.reshape(0, 3) if self._has_axes else positions,
-                *(nothing, nothing, nothing, nothing.reshape(0, columns)),
+                *(nothing, nothing, nothing, nothing),
             )
             tokens = self._run(step, hidden, self.num_speculative_tokens, bucket)
             self._packer.take(tokens, 0)  # the next step is packed where this one is read
@@ -142,7 +143,7 @@ class LLMProposer(Preparing, DeviceProposer):
                 _as_int32(next_token_ids),
                 _first(owner, cad, "seq_lens", num_requests),
                 rejected,
-                _first(owner, cad, "block_table_tensor", num_requests),
+                self._flat_table(_first(owner, cad, "block_table_tensor", num_requests)),
             )
             tokens = self._run(step, target_hidden_states, columns)
         except AttributeError:  # looked for only now: looking takes time
@@ -186,10 +187,12 @@ class LLMProposer(Preparing, DeviceProposer):
         if tensors[2].ndim == 2:
             named["target_positions"] = tensors[2], "int T axes"
         num_requests, num_rows = tensors[0].shape[0] - 1, tensors[1].shape[0]
+        table_width = self._table_width(len(tensors[6]) // max(num_requests, 1))
         if "target_hidden_states" in named:
             self._check_hidden(tensors[-1], num_rows)
         requests, rows = bucket or self._bucket(num_requests, num_rows)
-        return self._laid_out(named, {"B": requests, "T": rows}, _compiled, (columns,))
+        most = {"B": requests, "T": rows, "P": requests * table_width}
+        return self._laid_out(named, most, _compiled, (columns,))
 
     def _ready(self) -> None:
         if self._memory is None:
@@ -214,6 +217,21 @@ class LLMProposer(Preparing, DeviceProposer):
             self.device,
         )
         return (query_start[1:] - 1 - index).to(torch.int32)
+
+    def _flat_table(self, table: torch.Tensor) -> torch.Tensor:
+        if table.ndim != 2 or not table.shape[1]:
+            check_tensors(type(self).__name__, {"block_table_tensor": (table, "int B M")})
+        return table.reshape(-1)
+
+    def _table_width(self, columns: int) -> int:
+        """Returns what a table is padded to: one width for all releases of vLLM.
+
+        Source: vLLM v1/worker/block_table.py, get_block_table_width.
+        """
+        pages = -(-self.max_model_len // self.block_size)
+        alignment = 128 // math.gcd(128, self.block_size)
+        width = -(-pages // alignment) * alignment
+        return width if columns <= width else next_power_of_2(columns)
 
     def _as_positions(self, positions: torch.Tensor) -> torch.Tensor:
         """Returns positions as int64; [3, T] ones as the drafter reads them."""
@@ -298,7 +316,7 @@ def _as_int32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clamp(-INT32_MAX, INT32_MAX).to(torch.int32)
 
 
-def _compiled(config: Any, layout: Layout, columns: int) -> Any:
+def _compiled(config: Any, layout: Layout, columns: int) -> Callable[..., Any]:
     """Makes the one executable of a bucket: unpack, prepare, draft."""
 
     @functools.partial(jax.jit, donate_argnums=1)
@@ -336,13 +354,20 @@ def _batch(arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]]) -> Batc
         token_index = seq_lens.at[of].get(mode="clip") - behind
         positions = positions.T  # [T, 3] -> [3, T]
     zeros = jnp.zeros(num_requests, jnp.int32)
+    width = sizes["P"] // jnp.maximum(sizes["B"], 1)
+    flat_table = arrays["block_table_tensor"]
+    column = jnp.arange(flat_table.shape[0] // num_requests, dtype=jnp.int32)[None]
+    has_page = live[:, None] & (column < width)
+    place = jnp.where(has_page, request[:-1, None] * width + column, PAD_SLOT)
     return Batch(
         token_ids=arrays["target_token_ids"],
         positions=positions,
         token_index=token_index,
         query_start=start,
         seq_lens=seq_lens,
-        block_table=jnp.where(live[:, None], arrays["block_table_tensor"], PAD_SLOT),
+        block_table=flat_table.at[place].get(
+            mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False
+        ),
         num_drafts=zeros,
         request_slot=jnp.where(live, request[:-1], PAD_SLOT),
         backup_token=zeros,

@@ -274,12 +274,17 @@ class NgramProposerGPU:
             )
 
 
+_INT64_MAX = 2**63 - 1
+
+
 def _append(
     token_ids: torch.Tensor, num_tokens: torch.Tensor, sampled: torch.Tensor, count: torch.Tensor
 ) -> None:
     """Writes sampled tokens behind the known ones of each row, in place."""
     last = token_ids.shape[1] - 1
-    start = num_tokens.long().unsqueeze(1)
+    start = (num_tokens.long() & _INT64_MAX).unsqueeze(
+        1
+    )  # a length below 0 lies far behind the row
     # Columns beyond the end of a row repeat the one that lands on its last cell: of writes to one
     # cell, a device may keep any.
     column = torch.arange(sampled.shape[1], device=sampled.device)

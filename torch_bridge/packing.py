@@ -186,8 +186,8 @@ class Packer:
         if self.stream is not None:
             torch.cat(parts, out=self._first_words(plan.length))
             return self.stream.to_jax(words)
-        # Not by torch, whose threads spin for a while after a large copy, in the way of XLA's: on two
-        # cores a step took 1.4 times as long.
+        # Not by torch, whose threads spin for a while after a large copy, in the way of XLA's: on
+        # two cores a step took 1.4 times as long.
         np.concatenate([x.numpy() for x in parts], out=self._first_words(plan.length).numpy())
         if plan.num_words not in self._arrays:
             self._arrays[plan.num_words] = alias(words)
@@ -304,9 +304,10 @@ class Packer:
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor's memory as int32, one behind the other."""
-    if tensor.dtype == torch.int32:
+    dtype = tensor.dtype
+    if dtype == torch.int32:
         return tensor if tensor.ndim == 1 else tensor.reshape(-1)
-    if tensor.dtype == torch.bool:
+    if dtype == torch.bool:
         return tensor.reshape(-1).to(torch.int32)
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -316,10 +317,11 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     if flat.stride() != (1,):
         # Words lie side by side; one entry may have any stride, and is contiguous to torch.
         flat = flat.contiguous().as_strided(flat.shape, (1,))
-    if tensor.dtype.itemsize == 2 and math.prod(tensor.shape[1:]) % 2:
-        return flat.view(torch.int16).to(torch.int32)
-    if flat.data_ptr() % 4:
-        flat = flat.clone()
+    if dtype.itemsize == 2:
+        if math.prod(tensor.shape[1:]) % 2:
+            return flat.view(torch.int16).to(torch.int32)
+        if flat.data_ptr() % 4:
+            flat = flat.clone()
     return flat.view(torch.int32)
 
 

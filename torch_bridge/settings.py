@@ -13,7 +13,9 @@ from jspec.config import check_at_least
 _MISSING = object()
 
 
-def read(config: Any, path: str, default: Any = _MISSING, *, owner: str) -> Any:
+def read(
+    config: Any, path: str, default: Any = _MISSING, *, owner: str, of: str = "vllm_config"
+) -> Any:
     """Reads `a.b.c` of a configuration.
 
     Args:
@@ -21,6 +23,7 @@ def read(config: Any, path: str, default: Any = _MISSING, *, owner: str) -> Any:
       path: attribute names, with dots between them.
       default: where an attribute is missing or None.
       owner: for messages.
+      of: name of the configuration, for messages.
 
     Raises:
       ValueError: it is missing, and there is no default.
@@ -34,8 +37,8 @@ def read(config: Any, path: str, default: Any = _MISSING, *, owner: str) -> Any:
         return value
     if default is _MISSING:
         raise ValueError(
-            f"{owner}: `vllm_config.{path}` is missing. Set it, as vLLM's VllmConfig does; any "
-            "object with these attributes will do."
+            f"{owner}: `{of}.{path}` is missing. Set it, as vLLM does; any object with these "
+            "attributes will do."
         )
     return default
 
