@@ -211,6 +211,10 @@ class Step:
             "propose": propose,
             "its JAX call alone": alone,
             "propose around nothing": with_executable(lambda _, memory, __: (memory, self.tokens)),
+            "DLPack's public functions, in and out": lambda: (
+                jax.dlpack.from_dlpack(self.ids),
+                torch.from_dlpack(self.tokens),
+            ),
             "one operation of torch": lambda: self.ids.add_(0),
         }
         results = {}

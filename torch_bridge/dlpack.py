@@ -278,7 +278,7 @@ class Stream:
 
     def current(self) -> torch.cuda.Stream:
         """Returns the caller's current stream."""
-        handle = torch._C._cuda_getCurrentRawStream(self._index)  # a tenth of the public way
+        handle = self._handle()
         stream = self._streams.get(handle)
         if stream is None:
             stream = self._streams[handle] = torch.cuda.current_stream(self._index)
@@ -312,10 +312,12 @@ class Stream:
 
     def view(self, array: jax.Array) -> torch.Tensor:
         """Returns the array's own memory, which must only be read, on the current stream."""
-        handle = self.current().cuda_stream
         # DLPack writes the default stream as 1.
-        capsule = array.__dlpack__(stream=handle or 1)  # pyright: ignore[reportCallIssue]
+        capsule = array.__dlpack__(stream=self._handle() or 1)  # pyright: ignore[reportCallIssue]
         return torch_dlpack.from_dlpack(capsule)
+
+    def _handle(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._index)  # a tenth of the public way
 
 
 _threads = threading.local()

@@ -106,11 +106,13 @@ class Plan(NamedTuple):
 
     Attributes:
       header: their sizes, on the device.
+      are_words: which of them are flat int32 already.
       length: words that are written.
       num_words: words that JAX reads.
     """
 
     header: torch.Tensor
+    are_words: tuple[bool, ...]
     length: int
     num_words: int
 
@@ -167,7 +169,8 @@ class Packer:
             self._check(field, tensors.get(field.name), num_entries)
             length += num_entries * field.words
         header = self._header([sizes[letter] for letter, _ in layout.capacity])
-        return Plan(header, length, layout.num_words)
+        are_words = tuple(field.kind == "int32" and not field.shape for field in layout.fields)
+        return Plan(header, are_words, length, layout.num_words)
 
     def pack(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> Int32[Array, "words"]:
         """Writes a step's tensors into one array of JAX, valid until the next call.
@@ -182,7 +185,9 @@ class Packer:
         check_not_forked()
         self.follow_stream()
         words = self._first_words(plan.num_words)  # which makes room for all of it
-        parts = [plan.header, *[_as_words(tensor) for tensor in tensors]]
+        parts = [plan.header]
+        for tensor, are_words in zip(tensors, plan.are_words, strict=True):
+            parts.append(tensor if are_words else _as_words(tensor))
         if self.stream is not None:
             torch.cat(parts, out=self._first_words(plan.length))
             return self.stream.to_jax(words)
@@ -306,7 +311,7 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor's memory as int32, one behind the other."""
     dtype = tensor.dtype
     if dtype == torch.int32:
-        return tensor if tensor.ndim == 1 else tensor.reshape(-1)
+        return tensor.reshape(-1)
     if dtype == torch.bool:
         return tensor.reshape(-1).to(torch.int32)
     if tensor.requires_grad:
