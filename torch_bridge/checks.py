@@ -24,16 +24,26 @@ def check_has(op: str, name: str, value: Any, *attributes: str) -> None:
 
 
 def check_are_tensors(op: str, **tensors: Any) -> None:
-    """Refuses what is no tensor.
+    """Refuses what is no dense tensor with a dimension or more.
 
     Raises:
-      TypeError: an argument is none; named.
+      TypeError, ValueError: an argument is none; named.
     """
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"{op}: `{name}` is a {type(tensor).__name__}, wanted a torch tensor on the "
-                f"drafter's device. Make one first: torch.as_tensor({name})."
+                f"step's device. Make one first: torch.as_tensor({name})."
+            )
+        if not is_dense(tensor):
+            raise TypeError(
+                f"{op}: `{name}` is sparse or nested, wanted a dense tensor. Convert it first: "
+                f"{name}.to_dense(), or to_padded_tensor where it is nested."
+            )
+        if not tensor.ndim:
+            raise ValueError(
+                f"{op}: `{name}` has shape (), wanted one entry for each request or row. Pass it "
+                f"with that dimension: {name}.reshape(1) where there is one."
             )
 
 
@@ -59,16 +69,7 @@ def check_tensors(
     for name, (tensor, form) in tensors.items():
         kind, *axes = form.split()
         wanted = _WANTED[kind]
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{op}: `{name}` is a {type(tensor).__name__}, wanted a torch tensor. Make one "
-                f"first: torch.as_tensor({name}, dtype={wanted[0]})."
-            )
-        if not is_dense(tensor):
-            raise TypeError(
-                f"{op}: `{name}` is sparse or nested, wanted a dense tensor. Convert it first: "
-                f"{name}.to_dense(), or to_padded_tensor where it is nested."
-            )
+        check_are_tensors(op, **{name: tensor})
         if tensor.dtype not in wanted:
             raise TypeError(
                 f"{op}: `{name}` has dtype {tensor.dtype}, wanted "

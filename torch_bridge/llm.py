@@ -146,7 +146,7 @@ class LLMProposer(Preparing, DeviceProposer):
                 self._flat_table(_first(owner, cad, "block_table_tensor", num_requests)),
             )
             tokens = self._run(step, target_hidden_states, columns)
-        except AttributeError:  # looked for only now: looking takes time
+        except (AttributeError, IndexError, RuntimeError):  # checked only now: it takes time
             check_has(owner, "common_attn_metadata", cad, *_METADATA)
             arguments = {name: getattr(cad, name) for name in _METADATA[1:]} | {
                 "target_token_ids": target_token_ids,
@@ -183,14 +183,16 @@ class LLMProposer(Preparing, DeviceProposer):
         self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
     ) -> tuple[Plan, Callable[..., Any]]:
         columns, bucket = static
-        named = {name: (x, form) for (name, form), x in zip(_FORMS.items(), tensors, strict=False)}
-        if tensors[2].ndim == 2:
-            named["target_positions"] = tensors[2], "int T axes"
-        num_requests, num_rows = tensors[0].shape[0] - 1, tensors[1].shape[0]
-        table_width = self._table_width(len(tensors[6]) // max(num_requests, 1))
-        if "target_hidden_states" in named:
-            self._check_hidden(tensors[-1], num_rows)
+        given = dict(zip(_FORMS, tensors, strict=False))
+        check_are_tensors(type(self).__name__, **given)
+        named = {name: (tensor, _FORMS[name]) for name, tensor in given.items()}
+        if given["target_positions"].ndim == 2:
+            named["target_positions"] = given["target_positions"], "int T axes"
+        num_requests, num_rows = len(given["query_start_loc"]) - 1, len(given["target_token_ids"])
+        if "target_hidden_states" in given:
+            self._check_hidden(given["target_hidden_states"], num_rows)
         requests, rows = bucket or self._bucket(num_requests, num_rows)
+        table_width = self._table_width(len(given["block_table_tensor"]) // max(num_requests, 1))
         most = {"B": requests, "T": rows, "P": requests * table_width}
         return self._laid_out(named, most, _compiled, (columns,))
 

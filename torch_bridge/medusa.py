@@ -64,7 +64,7 @@ class MedusaProposer(DeviceProposer):
         self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
     ) -> tuple[Plan, Callable[..., Any]]:
         (hidden,) = tensors
-        num_requests = hidden.shape[0] if hidden.ndim else 0
+        num_requests = hidden.shape[0]
         self._check_hidden(hidden, num_requests)
         named = {"target_hidden_states": (hidden, "float B D")}
         return self._laid_out(named, {"B": next_power_of_2(num_requests)}, _compiled)
