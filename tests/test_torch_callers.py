@@ -80,7 +80,11 @@ def _ints(*shape, dtype=torch.int32):
         ("target_hidden_states", _ints(8, 32).float().to_sparse(), TypeError, "is sparse"),
         ("target_hidden_states", _ints(8, 32).float().to("meta"), ValueError, "is on meta"),
         ("target_hidden_states", _ints(8, 31).float(), ValueError, r"\(8, 31\), wanted \(8, 32\)"),
+        ("target_token_ids", _ints(1, 8), ValueError, r"\(1, 8\), wanted \[T\]"),
+        ("target_token_ids", _ints(), ValueError, r"has shape \(\), wanted one entry"),
         ("common_attn_metadata", None, TypeError, "is a NoneType without `num_reqs`"),
+        ("mm_embed_inputs", [], TypeError, "wanted None or a pair"),
+        ("mm_embed_inputs", 3, TypeError, "wanted None or a pair"),
         ("next_token_ids", _ints(2).to_sparse(), TypeError, "is sparse"),
         ("target_hidden_states", _ints(8, 32), TypeError, "has dtype torch.int32"),
         ("token_indices_to_sample", [4, 7], TypeError, "is a list"),
@@ -102,7 +106,13 @@ def test_an_argument_that_does_not_fit_is_named(drafter, wanted, name, value, er
 @pytest.mark.parametrize(
     "name, value, error, words",
     [
+        ("num_reqs", None, TypeError, "is None, wanted an int"),
+        ("num_reqs", "2", TypeError, "is '2', wanted an int"),
         ("query_start_loc", None, TypeError, "is a NoneType"),
+        ("query_start_loc", np.array([0, 5, 8]), TypeError, "is a ndarray"),
+        ("query_start_loc", _ints(3).to("meta"), ValueError, "is on meta"),
+        ("query_start_loc", _ints(3).bool(), TypeError, "has dtype torch.bool"),
+        ("query_start_loc", _ints(), ValueError, r"has shape \(\), wanted one entry"),
         ("query_start_loc", _ints(2), ValueError, r"\(2,\), wanted 3 entries"),
         ("seq_lens", _ints(1), ValueError, r"\(1,\), wanted 2 entries"),
         ("block_table_tensor", _ints(2), ValueError, r"has shape \(2,\), wanted \[B, M\]"),
@@ -113,8 +123,10 @@ def test_an_argument_that_does_not_fit_is_named(drafter, wanted, name, value, er
 def test_metadata_that_does_not_fit_is_named(drafter, wanted, name, value, error, words):
     given = arguments()
     metadata = dataclasses.replace(given["common_attn_metadata"], **{name: value})
-    with pytest.raises(error, match=f"EagleProposer: `{name}` .*{words}"):
-        drafter.propose(**given | {"common_attn_metadata": metadata})
+    for index in (None, torch.tensor([4, 7], device=DEVICE)):
+        changes = {"common_attn_metadata": metadata, "token_indices_to_sample": index}
+        with pytest.raises(error, match=f"EagleProposer: `{name}` .*{words}"):
+            drafter.propose(**given | changes)
     assert drafter.propose(**arguments()).tolist() == wanted
 
 
@@ -131,6 +143,24 @@ def test_drafts_may_be_written_to_in_and_outside_of_every_mode(drafter, wanted, 
     assert drafts.add_(0).tolist() == wanted
     drafts.fill_(-1)
     assert drafter.propose(**arguments()).tolist() == wanted
+
+
+def test_more_requests_than_the_scheduler_has_are_refused():
+    config = vllm_config("eagle", 3, max_model_len=64, num_pages=32, page_size=4, max_requests=1)
+    drafter = EagleProposer(config, DEVICE)
+    drafter.set_drafter(CONFIG, eagle.init_params(CONFIG, jax.random.key(0), "float32"))
+    with pytest.raises(ValueError, match="EagleProposer: `num_reqs` is 2, wanted at most 1. Raise"):
+        drafter.propose(**arguments())
+
+
+@pytest.mark.parametrize("value", [2**31 - 1, 2**32, 2**32 + 3, 2**63 - 1])
+def test_an_index_beyond_int32_is_the_nearest_that_fits(drafter, value):
+    def drafts(index):
+        index = torch.tensor([index, 7], device=DEVICE)
+        return drafter.propose(**arguments() | {"token_indices_to_sample": index}).tolist()
+
+    assert drafts(value) == drafts(2**31 - 1)
+    assert drafts(-value) == drafts(-1) and drafts(-1)[0] == [-1, -1, -1]
 
 
 def test_a_table_of_another_width_compiles_nothing_and_drafts_the_same(wanted):
@@ -240,7 +270,9 @@ def test_medusa_takes_the_number_of_drafts_in_front_too():
     wanted = drafter.propose(hidden).tolist()
     assert drafter.propose(config.num_drafts, hidden).tolist() == wanted
     for count in (0, 2):
-        got = drafter.propose(hidden, num_speculative_tokens=count)
+        with torch.inference_mode():
+            got = drafter.propose(hidden, num_speculative_tokens=count)
+        got.add_(0)  # written to outside of it
         assert got.tolist() == [row[:count] for row in wanted]
     with pytest.raises(TypeError, match="`target_hidden_states` is a list, wanted a torch tensor"):
         drafter.propose([hidden])

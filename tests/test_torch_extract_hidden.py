@@ -137,7 +137,11 @@ def test_hidden_states_that_do_not_fit_are_refused(rng):
     [
         ("sampled_token_ids", [[1]], TypeError),
         ("sampled_token_ids", torch.zeros(1, dtype=torch.int32), ValueError),
+        ("sampled_token_ids", torch.zeros((1, 1), dtype=torch.int32, device="meta"), ValueError),
         ("target_hidden_states", [], ValueError),
+        ("target_hidden_states", None, TypeError),
+        ("target_hidden_states", [None, None], TypeError),
+        ("common_attn_metadata", None, TypeError),
         ("slot_mapping", None, TypeError),
         ("slot_mapping", torch.zeros(3), TypeError),
         ("slot_mapping", torch.zeros(2, dtype=torch.int64), ValueError),
@@ -152,11 +156,21 @@ def test_an_argument_that_does_not_fit_is_named(rng, name, value, error):
         "common_attn_metadata": SimpleNamespace(slot_mapping=slots),
     }
     assert proposer.propose(1, *given.values()).shape == (1, 1)
-    value = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor) and not value.is_meta:
+        value = value.to(DEVICE)
     if name == "slot_mapping":
         name, value = "common_attn_metadata", SimpleNamespace(slot_mapping=value)
     with pytest.raises(error, match="ExtractHiddenStatesProposer: `"):
         proposer.propose(**given | {name: value})
+
+
+@pytest.mark.parametrize(
+    "row, error", [([0.5], TypeError), (None, TypeError), ([[0]], ValueError), (3, ValueError)]
+)
+def test_pages_to_read_that_are_no_row_are_refused(rng, row, error):
+    proposer = make()
+    with pytest.raises(error, match="ExtractHiddenStatesProposer: `block_table_row`"):
+        proposer.read_hidden_states(row, 2)
 
 
 def test_a_discard_mask_has_an_entry_for_each_request():

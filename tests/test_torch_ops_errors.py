@@ -85,7 +85,7 @@ BAD = [
         "query_start_loc.*next_token_ids",
     ),
     (good_pass, {"target_positions": torch.zeros(2).long()}, ValueError, "target_positions"),
-    (good_pass, {"target_hidden_states": None}, ValueError, "target_hidden_states.*NoneType"),
+    (good_pass, {"target_hidden_states": None}, TypeError, "target_hidden_states.*NoneType"),
     (good_pass, {"target_hidden_states": torch.zeros(2, 4)}, ValueError, "target_hidden_states"),
     (
         good_pass,
@@ -125,6 +125,51 @@ def test_what_does_not_fit_is_named(call, changes, error, words):
     moved = {k: x.to(device()) if isinstance(x, torch.Tensor) else x for k, x in changes.items()}
     with unchecked(), pytest.raises(error, match=words):
         call(**moved)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("added", [1, 2])
+@pytest.mark.parametrize("kind", ["list", "sparse", "nested", "meta", "ints"])
+def test_states_of_another_kind_are_refused_in_both_forms_of_the_first_pass(kind, added):
+    states = torch.zeros(3, 4, device=device())
+    states = {
+        "list": lambda: [states],
+        "sparse": states.to_sparse,
+        "nested": lambda: torch.nested.nested_tensor([states[:1], states[1:]]),
+        "meta": lambda: states.to("meta"),
+        "ints": states.int,
+    }[kind]()
+    with unchecked(), pytest.raises((TypeError, ValueError), match="`target_hidden_states` "):
+        good_pass(target_hidden_states=states, extra_slots_per_request=added)
+
+
+@pytest.mark.parametrize("op", ["set_inputs_first_pass", "set_inputs_first_pass_dflash"])
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("query_start_loc", None, "is a NoneType"),
+        ("seq_lens", 3, "is a int"),
+        ("block_table_tensor", torch.tensor(3), r"has shape \(\)"),
+        ("seq_lens", torch.ones(2).int().to_sparse(), "is sparse"),
+        ("query_start_loc_cpu", [0, 2, 3], "is a list"),
+        ("query_start_loc_cpu", torch.tensor([0, 2]), "wanted 3 entries"),
+        ("query_start_loc_cpu", torch.tensor([[0, 2, 3]]), "wanted 3 entries"),
+        ("query_start_loc_cpu", torch.tensor([0, 2, 3]).to("meta"), "is on meta"),
+        ("num_reqs", None, "is None, wanted an int"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_named(op, name, value, words):
+    cad = metadata([0, 2, 3], [2, 1])
+    value = value.to(device()) if name[-3:] != "cpu" and isinstance(value, torch.Tensor) else value
+    setattr(cad, name, value)
+
+    def dflash():
+        drafts = dict(num_speculative_tokens=2, parallel_drafting_token_id=7, block_size=4)
+        ops.set_inputs_first_pass_dflash(ints(4, 5), longs(0, 1, 2), cad, None, **drafts)
+
+    call = dflash if op.endswith("dflash") else lambda: good_pass(cad=cad)
+    with unchecked(), pytest.raises((TypeError, ValueError), match=f"{op}: .*`{name}`.*{words}"):
+        call()
 
 
 def test_other_arguments_that_do_not_fit_are_named():

@@ -13,7 +13,7 @@ from jspec import metadata
 from jspec.metadata import CommonAttentionMetadata, next_power_of_2
 from jspec.pallas._dispatch import check_sizes
 from torch_bridge._ops_run import Arrays, changed, page_table, run
-from torch_bridge.checks import check_tensors
+from torch_bridge.checks import check_tensors, of_metadata
 
 
 def compute_new_slot_mapping(
@@ -55,7 +55,8 @@ def compute_new_slot_mapping(
       tensor([21, 22, 23, -1])
     """
     op = "compute_new_slot_mapping"
-    B = cad.num_reqs
+    query_start = of_metadata(op, cad, "query_start_loc", 1)
+    B = query_start.shape[0] - 1
     check_sizes(op, block_size=block_size, max_model_len=max_model_len)
     check_sizes(op, 0, num_new_tokens=num_new_tokens)
     _, sizes = check_tensors(op, {"new_positions": (new_positions, "int R")})
@@ -70,8 +71,8 @@ def compute_new_slot_mapping(
         op,
         _new_slots,
         {
-            "query_start_loc": (cad.query_start_loc[: B + 1], "int B+1"),
-            "block_table_tensor": (cad.block_table_tensor[:B], "int B M"),
+            "query_start_loc": (query_start, "int B+1"),
+            "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
             "new_positions": (new_positions, "int R"),
             "is_rejected_token_mask": (is_rejected_token_mask, "bool R"),
         },
@@ -123,18 +124,19 @@ def extend_all_queries_by_N(
     del arange
     cad, op = common_attn_metadata, "extend_all_queries_by_N"
     check_sizes(op, 0, N=N)
-    B = cad.num_reqs
+    query_start, host = of_metadata(op, cad, "query_start_loc", 1), host_starts(op, cad)
+    B = query_start.shape[0] - 1
     start, seq_lens = run(
         op,
         _extended,
         {
-            "query_start_loc": (cad.query_start_loc[: B + 1], "int B+1"),
-            "seq_lens": (cad.seq_lens[:B], "int B"),
+            "query_start_loc": (query_start, "int B+1"),
+            "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
         },
         ((B + 1, torch.int32), (B, torch.int32)),
         num_new_tokens=N,
     )
-    return extended(cad, N, start, seq_lens, new_slot_mapping)
+    return extended(cad, host, N, start, seq_lens, new_slot_mapping)
 
 
 def _extended(arrays: Arrays, *, impl: str, num_new_tokens: int) -> tuple[Array, Array]:
@@ -144,22 +146,34 @@ def _extended(arrays: Arrays, *, impl: str, num_new_tokens: int) -> tuple[Array,
     return new.query_start, new.seq_lens
 
 
+def host_starts(op: str, cad: Any) -> torch.Tensor:
+    """Returns the metadata's copy of `query_start_loc` on the host, int [B + 1].
+
+    Raises:
+      TypeError, ValueError: it does not fit.
+    """
+    name = "query_start_loc_cpu"
+    host = of_metadata(op, cad, name, 1)
+    check_tensors(op, {name: (host, "int B+1")}, torch.device("cpu"))
+    return host
+
+
 def extended(
     cad: Any,
+    host: torch.Tensor,
     num_new_tokens: int,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> Any:
     """Puts what was extended on the device into new metadata, and its host copies beside it."""
-    start = cad.query_start_loc_cpu[: cad.num_reqs + 1]
-    num_live = int((start[:-1] < start[-1:]).sum())
-    added = torch.arange(start.shape[0], dtype=start.dtype, device=start.device)
+    num_live = int((host[:-1] < host[-1:]).sum())
+    added = torch.arange(host.shape[0], dtype=host.dtype, device=host.device)
     added = added.clamp(max=num_live) * num_new_tokens
     return changed(
         cad,
         query_start_loc=query_start_loc,
-        query_start_loc_cpu=start + added,
+        query_start_loc_cpu=host + added,
         seq_lens=seq_lens,
         num_actual_tokens=cad.num_actual_tokens + num_live * num_new_tokens,
         max_query_len=cad.max_query_len + num_new_tokens,

@@ -12,9 +12,9 @@ from jaxtyping import Array
 from jspec import metadata
 from jspec.axes import INT32_MAX
 from jspec.pallas._dispatch import check_sizes
-from torch_bridge._ops_batch import extended, metadata_of
+from torch_bridge._ops_batch import extended, host_starts, metadata_of
 from torch_bridge._ops_run import Arrays, changed, run
-from torch_bridge.checks import check_tensors
+from torch_bridge.checks import check_are_tensors, check_tensors, of_metadata
 
 
 class FirstPassInputs(NamedTuple):
@@ -88,31 +88,35 @@ def set_inputs_first_pass(
     Source: vLLM v1/spec_decode/llm_base_proposer.py, set_inputs_first_pass.
     """
     op = "set_inputs_first_pass"
-    shift, B = bool(pass_hidden_states_to_model), cad.num_reqs
+    shift = bool(pass_hidden_states_to_model)
     num_added = extra_slots_per_request - shift
     check_sizes(op, block_size=block_size, max_model_len=max_model_len)
     check_sizes(op, extra_slots_per_request=extra_slots_per_request)
     tensors = {
         "target_token_ids": (target_token_ids, "int T"),
         "next_token_ids": (next_token_ids, "int B"),
-        "query_start_loc": (cad.query_start_loc[: B + 1], "int B+1"),
+        "query_start_loc": (of_metadata(op, cad, "query_start_loc", 1), "int B+1"),
     }
     if num_rejected_tokens_gpu is not None:
         tensors["num_rejected_tokens_gpu"] = num_rejected_tokens_gpu, "int B"
     if num_added == 0 and token_indices_to_sample is not None:
         tensors["token_indices_to_sample"] = token_indices_to_sample, "int B"
     device, sizes = check_tensors(op, tensors)
-    T = sizes["T"]
+    B, T = sizes["B"], sizes["T"]
     hidden = None
     if shift:
         hidden = target_hidden_states
-        if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or hidden.shape[0] != T:
-            got = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
-            raise ValueError(
-                f"{op}: `target_hidden_states` is {got}, wanted [{T}, D], a row for each of "
+        if hidden is None:
+            raise TypeError(
+                f"{op}: `target_hidden_states` is a NoneType, wanted [{T}, D], a row for each of "
                 "`target_token_ids`. Pass the target's hidden states, or "
                 "pass_hidden_states_to_model=False."
             )
+        ids_and_states = {
+            "target_token_ids": (target_token_ids, "int T"),
+            "target_hidden_states": (hidden, "float T D"),
+        }
+        check_tensors(op, ids_and_states, device)
     if num_added == 0:
         _check_positions(op, target_positions, T, device)
         ids, index = run(op, _shifted, tensors, ((T, torch.int32), (B, torch.int32)))
@@ -121,6 +125,8 @@ def set_inputs_first_pass(
             states = hidden.detach().clone() if hidden is not None else None
         return FirstPassInputs(T, index, cad, ids, positions, states, None, None)
     vector = parallel_drafting_hidden_state_tensor if shift else None
+    if vector is not None:
+        check_are_tensors(op, parallel_drafting_hidden_state_tensor=vector)
     if shift and (vector is None or vector.shape != hidden.shape[1:]):  # type: ignore[union-attr]
         got = "None" if vector is None else f"of shape {tuple(vector.shape)}"
         raise ValueError(
@@ -128,10 +134,11 @@ def set_inputs_first_pass(
             f"[{hidden.shape[1]}] for the rows that are "  # type: ignore[union-attr]
             "drafted in parallel. Pass the drafter's mask vector."
         )
+    host = host_starts(op, cad)
     tensors |= {
         "target_positions": (target_positions, "int T"),
-        "seq_lens": (cad.seq_lens[:B], "int B"),
-        "block_table_tensor": (cad.block_table_tensor[:B], "int B M"),
+        "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
+        "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
     }
     num_rows = T + B * num_added
     results = [
@@ -162,7 +169,7 @@ def set_inputs_first_pass(
     return FirstPassInputs(
         num_tokens=num_rows,
         token_indices_to_sample=index.view(-1),
-        cad=extended(cad, num_added, start, seq_lens, slots),
+        cad=extended(cad, host, num_added, start, seq_lens, slots),
         input_ids=ids,
         positions=positions,
         hidden_states=states[0] if states else None,
@@ -288,18 +295,18 @@ def set_inputs_first_pass_dflash(
     """
     op = "set_inputs_first_pass_dflash"
     check_sizes(op, block_size=block_size, num_speculative_tokens=num_speculative_tokens)
-    B = cad.num_reqs
+    query_start, host = of_metadata(op, cad, "query_start_loc", 1), host_starts(op, cad)
     tensors = {
         "next_token_ids": (next_token_ids, "int B"),
         "target_positions": (target_positions, "int T"),
-        "query_start_loc": (cad.query_start_loc[: B + 1], "int B+1"),
-        "seq_lens": (cad.seq_lens[:B], "int B"),
-        "block_table_tensor": (cad.block_table_tensor[:B], "int B M"),
+        "query_start_loc": (query_start, "int B+1"),
+        "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
+        "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
     }
     if num_rejected_tokens_gpu is not None:
         tensors["num_rejected_tokens_gpu"] = num_rejected_tokens_gpu, "int B"
     _, sizes = check_tensors(op, tensors)
-    T, width = sizes["T"], num_speculative_tokens + 1
+    B, T, width = sizes["B"], sizes["T"], num_speculative_tokens + 1
     num_rows = B * width
     index, ids, positions, context, context_slots, slots, start, seq_lens = run(
         op,
@@ -319,7 +326,6 @@ def set_inputs_first_pass_dflash(
         mask_token=parallel_drafting_token_id,
         page_size=block_size,
     )
-    host = cad.query_start_loc_cpu[: B + 1]
     places = torch.arange(B + 1, dtype=torch.int32, device=host.device)
     num_live = int((host[:-1] < host[-1:]).sum())
     block = changed(

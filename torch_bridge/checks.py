@@ -1,6 +1,7 @@
 """What a step's tensors must be like, and errors that say what they are."""
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -45,6 +46,41 @@ def check_are_tensors(op: str, **tensors: Any) -> None:
                 f"{op}: `{name}` has shape (), wanted one entry for each request or row. Pass it "
                 f"with that dimension: {name}.reshape(1) where there is one."
             )
+
+
+def of_metadata(op: str, cad: Any, name: str, more: int = 0) -> torch.Tensor:
+    """Returns the first entries of a tensor of the metadata's, which may be longer.
+
+    Args:
+      op: for messages.
+      cad: with `num_reqs`.
+      name: of the tensor.
+      more: entries beyond one for each request.
+
+    Raises:
+      TypeError, ValueError: it is missing, no tensor or too short; named.
+    """
+    try:
+        tensor, size = getattr(cad, name), cad.num_reqs + more
+        length = tensor.shape[0]
+        if length == size:
+            return tensor
+        if length > size:
+            return tensor[:size]
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        pass  # what is wrong is looked for now: looking takes time
+    check_has(op, "common_attn_metadata", cad, "num_reqs", name)
+    if not isinstance(cad.num_reqs, Integral):
+        raise TypeError(
+            f"{op}: `num_reqs` is {cad.num_reqs!r}, wanted an int. Pass the metadata of the "
+            "target's step."
+        )
+    tensor, size = getattr(cad, name), int(cad.num_reqs) + more
+    check_are_tensors(op, **{name: tensor})
+    raise ValueError(
+        f"{op}: `{name}` has shape {tuple(tensor.shape)}, wanted {size} entries or more, as "
+        f"`num_reqs` {cad.num_reqs} says. Pass the metadata of the target's step."
+    )
 
 
 def check_tensors(

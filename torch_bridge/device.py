@@ -252,24 +252,23 @@ class DeviceProposer:
           make: makes the executable of a layout: (config, layout, *static).
           static: what else it depends on.
         """
-        _, sizes = check_tensors(type(self).__name__, named, self.device)
+        owner, reads = type(self).__name__, self._reads
+        _, sizes = check_tensors(owner, named, self.device)
+        if "target_hidden_states" in named:
+            shape = tuple(named["target_hidden_states"][0].shape)
+            if shape[1] != reads.hidden_size:
+                raise ValueError(
+                    f"{owner}: `target_hidden_states` has shape {shape}, wanted "
+                    f"{(shape[0], reads.hidden_size)}: the target's states "
+                    f"{list(reads.hidden_layers)} side by side (n = after n layers), a row for "
+                    "each token."
+                )
         layout = layout_of(named, bucket)
         plan = self._packer.plan(layout, {name: x for name, (x, _) in named.items()}, sizes)
         key = layout, static
         if key not in self._executables:
             self._executables[key] = make(self.config, layout, *static)
         return plan, self._executables[key]
-
-    def _check_hidden(self, hidden: torch.Tensor, num_rows: int) -> None:
-        """Refuses hidden states of another shape."""
-        reads = self._reads
-        if hidden.shape != (num_rows, reads.hidden_size):
-            raise ValueError(
-                f"{type(self).__name__}: `target_hidden_states` is of shape {tuple(hidden.shape)}, "
-                f"wanted {(num_rows, reads.hidden_size)}: the target's states "
-                f"{list(reads.hidden_layers)} side by side (n = after n layers), a row for each "
-                "token."
-            )
 
     def _set_pages(self, num_pages: int, page_size: int) -> None:
         if self._memory is not None and (num_pages, page_size) != (

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jspec.axes import PAD_SLOT
+from jspec.axes import INT32_MAX, PAD_SLOT
 from jspec.metadata import next_power_of_2
 from jspec.models import hidden_cache
 from jspec.proposers.extract_hidden import ExtractHiddenStatesConfig
-from torch_bridge.checks import check_are_tensors, check_tensors, first_rows
+from torch_bridge.checks import check_are_tensors, check_has, check_tensors, first_rows
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked, to_torch
 from torch_bridge.packing import Layout, Plan, int64_pairs
@@ -104,7 +104,13 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         check_not_forked()
         self._ready()
         owner, size = type(self).__name__, self.config.hidden_size
-        check_tensors(owner, {"sampled_token_ids": (sampled_token_ids, "int B W")})
+        check_tensors(owner, {"sampled_token_ids": (sampled_token_ids, "int B W")}, self.device)
+        check_has(owner, "common_attn_metadata", common_attn_metadata, "slot_mapping")
+        if not isinstance(target_hidden_states, Sequence):
+            raise TypeError(
+                f"{owner}: `target_hidden_states` is a {type(target_hidden_states).__name__}, "
+                "wanted a list of tensors, one for each layer that is kept. Pass it in brackets."
+            )
         check_are_tensors(owner, **_by_layer(target_hidden_states))
         shapes = [tuple(states.shape) for states in target_hidden_states]
         num_rows = shapes[0][0] if shapes and shapes[0] else 0
@@ -177,9 +183,12 @@ class ExtractHiddenStatesProposer(DeviceProposer):
 
         Returns:
           [n, L, D] on the host.
+
+        Raises:
+          TypeError, ValueError: the pages are no integers in one dimension.
         """
         self._ready()
-        row = np.asarray(block_table_row, np.int32)
+        row = _page_numbers(type(self).__name__, block_table_row)
         states = hidden_cache.read(self._memory, row, num_tokens)
         return to_torch(jax.device_put(states, jax.devices("cpu")[0]))
 
@@ -206,6 +215,21 @@ class ExtractHiddenStatesProposer(DeviceProposer):
 def _get(hf_config: Any, name: str) -> Any:
     get = hf_config.get if isinstance(hf_config, Mapping) else functools.partial(getattr, hf_config)
     return get(name, None)
+
+
+def _page_numbers(owner: str, block_table_row: Sequence[int]) -> np.ndarray:
+    row = np.asarray(block_table_row)
+    if row.size and not np.issubdtype(row.dtype, np.integer):
+        raise TypeError(
+            f"{owner}: `block_table_row` is {block_table_row!r:.60}, wanted page numbers. Pass the "
+            "request's row of the block table."
+        )
+    if row.ndim != 1:
+        raise ValueError(
+            f"{owner}: `block_table_row` has shape {row.shape}, wanted one dimension. Pass the row "
+            "of one request."
+        )
+    return np.clip(row, PAD_SLOT, INT32_MAX).astype(np.int32)
 
 
 def _by_layer(hidden_states: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

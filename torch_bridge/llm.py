@@ -17,13 +17,14 @@ from jspec.axes import INT32_MAX, PAD_SLOT
 from jspec.metadata import next_power_of_2, row_request
 from jspec.state import Batch
 from torch_bridge import rows
-from torch_bridge.checks import check_are_tensors, check_has, check_tensors
+from torch_bridge.checks import check_are_tensors, check_tensors, of_metadata
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked
 from torch_bridge.packing import Layout, Plan, int64_pairs
 from torch_bridge.prepare import Preparing
 from torch_bridge.settings import count_first, drafts_of_step
 
+_TABLE = "block_table_tensor"
 _FORMS = {
     "query_start_loc": "int B+1",
     "target_token_ids": "int T",
@@ -31,12 +32,11 @@ _FORMS = {
     "next_token_ids": "int B",
     "seq_lens": "int B",
     "num_rejected_tokens_gpu": "int B",
-    "block_table_tensor": "int P",
+    _TABLE: "int P",
     "target_hidden_states": "float T D",
 }
 """The tensors of a step, as they are packed: `query_start_loc` first says how many requests. The
 table is flat, so that its width, which releases of vLLM choose differently, compiles nothing."""
-_METADATA = ("num_reqs", "query_start_loc", "seq_lens", "block_table_tensor")
 
 
 class LLMProposer(Preparing, DeviceProposer):
@@ -102,7 +102,8 @@ class LLMProposer(Preparing, DeviceProposer):
           target_hidden_states: float [T, D'] of the same rows: of the layers that the drafter
             reads, side by side. Not read by draft models.
           next_token_ids: int [B] token that each request continues from.
-          token_indices_to_sample: int [B] row of the last accepted token; None = the last row.
+          token_indices_to_sample: int [B] row of the last accepted token; None = the last row. Not
+            read where `num_rejected_tokens_gpu` says the same.
           common_attn_metadata: `num_reqs`, `query_start_loc`, `seq_lens` (rejected rows included)
             and `block_table_tensor` are read.
           sampling_metadata, slot_mappings: not read.
@@ -124,16 +125,17 @@ class LLMProposer(Preparing, DeviceProposer):
         check_not_forked()
         self._ready()
         columns = drafts_of_step(owner, num_speculative_tokens, self.num_speculative_tokens)
-        if mm_embed_inputs is not None and len(mm_embed_inputs[0]):
+        if mm_embed_inputs is not None and _has_embeddings(owner, mm_embed_inputs):
             raise NotImplementedError(
                 f"{owner}: `mm_embed_inputs` has embeddings, which the bridge does not pass on. "
                 "Pass None: drafts are then made from the tokens, as vLLM's own Llama heads do."
             )
         cad, index = common_attn_metadata, token_indices_to_sample
         rejected = num_rejected_tokens_gpu
+        query_start = of_metadata(owner, cad, "query_start_loc", 1)
+        seq_lens, table = (of_metadata(owner, cad, name) for name in ("seq_lens", _TABLE))
+        num_requests = query_start.shape[0] - 1
         try:
-            num_requests = cad.num_reqs
-            query_start = _first(owner, cad, "query_start_loc", num_requests + 1)
             if rejected is None:
                 rejected = self._num_rejected(query_start, index, next_token_ids)
             step = (
@@ -141,22 +143,26 @@ class LLMProposer(Preparing, DeviceProposer):
                 _as_int32(target_token_ids),
                 self._as_positions(target_positions),
                 _as_int32(next_token_ids),
-                _first(owner, cad, "seq_lens", num_requests),
+                seq_lens,
                 rejected,
-                self._flat_table(_first(owner, cad, "block_table_tensor", num_requests)),
+                self._flat_table(table),
             )
             tokens = self._run(step, target_hidden_states, columns)
-        except (AttributeError, IndexError, RuntimeError):  # checked only now: it takes time
-            check_has(owner, "common_attn_metadata", cad, *_METADATA)
-            arguments = {name: getattr(cad, name) for name in _METADATA[1:]} | {
-                "target_token_ids": target_token_ids,
-                "target_positions": target_positions,
-                "next_token_ids": next_token_ids,
-                "num_rejected_tokens_gpu": rejected,
-            }
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            # What is no tensor is looked for only now: looking takes time.
+            given = dict(
+                query_start_loc=query_start,
+                target_token_ids=target_token_ids,
+                target_positions=target_positions,
+                next_token_ids=next_token_ids,
+                seq_lens=seq_lens,
+                block_table_tensor=table,
+            )
+            if rejected is not None:
+                given["num_rejected_tokens_gpu"] = rejected
             if self._reads.hidden_layers:
-                arguments["target_hidden_states"] = target_hidden_states
-            check_are_tensors(owner, **arguments)
+                given["target_hidden_states"] = target_hidden_states
+            check_are_tensors(owner, **given)
             raise
         drafts = self._packer.take(tokens, num_requests)
         return drafts if columns else drafts[:, :0]
@@ -189,10 +195,13 @@ class LLMProposer(Preparing, DeviceProposer):
         if given["target_positions"].ndim == 2:
             named["target_positions"] = given["target_positions"], "int T axes"
         num_requests, num_rows = len(given["query_start_loc"]) - 1, len(given["target_token_ids"])
-        if "target_hidden_states" in given:
-            self._check_hidden(given["target_hidden_states"], num_rows)
+        if num_requests > self.settings.max_requests:
+            raise ValueError(
+                f"{type(self).__name__}: `num_reqs` is {num_requests}, wanted at most "
+                f"{self.settings.max_requests}. Raise max_num_seqs in the scheduler's config."
+            )
         requests, rows = bucket or self._bucket(num_requests, num_rows)
-        table_width = self._table_width(len(given["block_table_tensor"]) // max(num_requests, 1))
+        table_width = self._table_width(len(given[_TABLE]) // max(num_requests, 1))
         most = {"B": requests, "T": rows, "P": requests * table_width}
         return self._laid_out(named, most, _compiled, (columns,))
 
@@ -213,12 +222,13 @@ class LLMProposer(Preparing, DeviceProposer):
         check_tensors(
             type(self).__name__,
             {
+                "query_start_loc": (query_start, "int B+1"),
                 "next_token_ids": (next_token_ids, "int B"),
                 "token_indices_to_sample": (index, "int B"),
             },
             self.device,
         )
-        return (query_start[1:] - 1 - index).to(torch.int32)
+        return _as_int32(query_start[1:].long() - 1 - _as_int32(index))
 
     def _flat_table(self, table: torch.Tensor) -> torch.Tensor:
         if table.ndim != 2 or not table.shape[1]:
@@ -294,21 +304,14 @@ class DFlashProposer(LLMProposer):
     methods = ("dflash",)
 
 
-def _first(owner: str, cad: Any, name: str, size: int) -> torch.Tensor:
-    """Returns the first entries of a buffer of the metadata's, which may be longer.
-
-    Raises:
-      ValueError: it is shorter.
-    """
-    tensor = getattr(cad, name)
-    if tensor.shape[0] == size:
-        return tensor
-    if tensor.shape[0] < size:
-        raise ValueError(
-            f"{owner}: `{name}` has shape {tuple(tensor.shape)}, wanted {size} entries or more, as "
-            f"`num_reqs` {cad.num_reqs} says. Pass the metadata of the target's step."
-        )
-    return tensor[:size]
+def _has_embeddings(owner: str, mm_embed_inputs: Any) -> bool:
+    try:
+        return len(mm_embed_inputs[0]) > 0
+    except (IndexError, TypeError) as error:
+        raise TypeError(
+            f"{owner}: `mm_embed_inputs` is {mm_embed_inputs!r:.60}, wanted None or a pair of "
+            "embeddings and their mask. Pass None: drafts are made from the tokens."
+        ) from error
 
 
 def _as_int32(tensor: torch.Tensor) -> torch.Tensor:

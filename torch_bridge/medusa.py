@@ -58,14 +58,16 @@ class MedusaProposer(DeviceProposer):
         words, draft = self._pack([target_hidden_states])
         self._memory, tokens = draft(self._params, self._memory, words)
         drafts = self._packer.take(tokens, target_hidden_states.shape[0])
-        return drafts if columns == drafts.shape[1] else drafts[:, :columns].contiguous()
+        if columns == drafts.shape[1]:
+            return drafts
+        with torch.inference_mode(False):  # what comes out may be written to anywhere
+            return drafts[:, :columns].contiguous()
 
     def _plan(
         self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
     ) -> tuple[Plan, Callable[..., Any]]:
         (hidden,) = tensors
         num_requests = hidden.shape[0]
-        self._check_hidden(hidden, num_requests)
         named = {"target_hidden_states": (hidden, "float B D")}
         return self._laid_out(named, {"B": next_power_of_2(num_requests)}, _compiled)
 

@@ -325,7 +325,7 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     if dtype.itemsize == 2:
         if math.prod(tensor.shape[1:]) % 2:
             return flat.view(torch.int16).to(torch.int32)
-        if flat.data_ptr() % 4:
+        if flat.data_ptr() % 4 or flat.storage_offset() % 2:
             flat = flat.clone()
     return flat.view(torch.int32)
 
