@@ -157,6 +157,7 @@ class Packer:
         Raises:
           TypeError, ValueError: a tensor is of another dtype, shape or device; named.
         """
+        self.follow_stream()  # for the header
         for letter, most in layout.capacity:
             if not 0 <= sizes[letter] <= most:
                 raise ValueError(
