@@ -38,7 +38,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # Further cases of what a quicker test shows already: `make test-all` runs them, too.
 _SLOW = re.compile(
     r"""
-    test_contract(_boundary)?\.py .* (sampled|parallel) \]
+    test_contract(_boundary)?\.py .* ((sampled|parallel) \] | \[ eagle \])
     | test_tree_contract\.py
     | test_peagle\.py::test_the_contract
     | test_lossless\.py::test_greedy .* \[ ([12]- | .*-[12]\])
