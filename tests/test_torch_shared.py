@@ -1,4 +1,6 @@
-"""Memory of torch that JAX reads, and results that are torch's own."""
+"""Memory of torch that JAX reads step after step, and results that are torch's own."""
+
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from tests import torch_forms as forms  # noqa: E402
 from torch_bridge.dlpack import jax_device, to_torch  # noqa: E402
-from torch_bridge.packing import Packer  # noqa: E402
+from torch_bridge.packing import Field, Layout, Packer  # noqa: E402
 from torch_bridge.shared import alias, empty  # noqa: E402
 
 
@@ -79,3 +81,34 @@ def test_own_takes_what_is_no_integer(dtype, packer, device):
         result = jnp.array([1, 0, 1], str(dtype).removeprefix("torch."))
     assert packer.own(result, 2, dtype)[1].tolist() == [1, 0]
     assert to_torch(result).tolist() == [1, 0, 1]
+
+
+@pytest.mark.any_device
+def test_zeros_are_zeros_of_every_size(packer):
+    for size in (0, 1, 5, 3, 1000, 0, 17):
+        assert packer.zeros(size).tolist() == [0] * size
+        assert packer.zeros(size).dtype == torch.int32
+
+
+def test_ten_thousand_steps_leave_nothing_behind():
+    packer = Packer(torch.device("cpu"), "Owner")
+    fields = Field("ids", "B", kind="int64"), Field("rows", "B", shape=(4,), kind="bfloat16")
+    layout, tensors = (
+        Layout(fields, (("B", 1024),)),
+        {"ids": torch.arange(2048)[::2], "rows": torch.ones((1024, 4)).bfloat16()},
+    )
+    first = jax.jit(lambda words: words[1:])
+
+    def step():
+        packer.own(first(forms.packed(packer, layout, tensors, {"B": 1024})), 1024, torch.int32)
+
+    for _ in range(300):
+        step()
+    gc.collect()
+    num_arrays, memory = len(jax.live_arrays()), forms.resident_bytes()
+    for _ in range(10_000):
+        step()
+    gc.collect()
+    assert len(jax.live_arrays()) == num_arrays
+    # A leak of 4 KiB each would be 40 MB.
+    assert forms.resident_bytes() - memory < 8e6

@@ -1,4 +1,4 @@
-"""What a step's tensors must be like, and errors that say what they are."""
+"""The forms that a step's tensors must have, and errors that say what does not fit."""
 
 from collections.abc import Mapping
 from numbers import Integral

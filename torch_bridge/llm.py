@@ -150,18 +150,15 @@ class LLMProposer(Preparing, DeviceProposer):
             tokens = self._run(step, target_hidden_states, columns)
         except (AttributeError, IndexError, RuntimeError, TypeError):
             # What is no tensor is looked for only now: looking takes time.
-            given = dict(
-                query_start_loc=query_start,
-                target_token_ids=target_token_ids,
-                target_positions=target_positions,
-                next_token_ids=next_token_ids,
-                seq_lens=seq_lens,
-                block_table_tensor=table,
+            raw = (
+                *(query_start, target_token_ids, target_positions, next_token_ids, seq_lens),
+                *(rejected, table, target_hidden_states),
             )
-            if rejected is not None:
-                given["num_rejected_tokens_gpu"] = rejected
-            if self._reads.hidden_layers:
-                given["target_hidden_states"] = target_hidden_states
+            given = dict(zip(_FORMS, raw, strict=True))
+            if rejected is None:
+                del given["num_rejected_tokens_gpu"]
+            if not self._reads.hidden_layers:
+                del given["target_hidden_states"]
             check_are_tensors(owner, **given)
             raise
         drafts = self._packer.take(tokens, num_requests)
@@ -232,7 +229,7 @@ class LLMProposer(Preparing, DeviceProposer):
 
     def _flat_table(self, table: torch.Tensor) -> torch.Tensor:
         if table.ndim != 2 or not table.shape[1]:
-            check_tensors(type(self).__name__, {"block_table_tensor": (table, "int B M")})
+            check_tensors(type(self).__name__, {_TABLE: (table, "int B M")})
         return table.reshape(-1)
 
     def _table_width(self, columns: int) -> int:

@@ -140,7 +140,7 @@ class Packer:
         self._torch_device = with_index(device)
         self._numbers = self._words = self._empty((0,), torch.int32)
         self._zeros = self._empty((0,), torch.int32)
-        self._first: dict[int, torch.Tensor] = {}
+        self._fronts: dict[int, torch.Tensor] = {}
         self._taken: deque[torch.Tensor] = deque(maxlen=_KEPT_RESULTS)
         self._arrays: dict[int, jax.Array] = {}
         self._outside = torch.inference_mode(False)  # what comes out may be written to anywhere
@@ -273,14 +273,14 @@ class Packer:
 
     def _first_words(self, count: int) -> torch.Tensor:
         """Returns the front of the memory that steps are written to."""
-        words = self._first.get(count)
+        words = self._fronts.get(count)
         if words is None:
             if count > self._words.shape[0]:
                 self._words = self._empty((count,), torch.int32)
-                self._first, self._arrays = {}, {}
-            elif len(self._first) >= _MOST_SLICES:
-                self._first.clear()
-            words = self._first[count] = self._words[:count]
+                self._fronts, self._arrays = {}, {}
+            elif len(self._fronts) >= _MOST_SLICES:
+                self._fronts.clear()
+            words = self._fronts[count] = self._words[:count]
         return words
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
