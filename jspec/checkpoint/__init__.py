@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jax.typing import DTypeLike
 
 from jspec.checkpoint.assemble import assemble
-from jspec.checkpoint.base import Checkpoint, check_layers
+from jspec.checkpoint.base import Checkpoint, check_layers, stored_dtype
 from jspec.checkpoint.safetensors import read_folder
 from jspec.checkpoint.weight_files import check_file
 from jspec.config import ModelConfig, check_float_dtype
@@ -22,6 +22,7 @@ __all__ = [
     "check_layers",
     "read",
     "read_folder",
+    "stored_dtype",
 ]
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

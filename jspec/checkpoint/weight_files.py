@@ -89,6 +89,12 @@ def check_folder(folder: Path) -> None:
     raise FileNotFoundError(f"{folder / 'config.json'} is missing. {fix}")
 
 
+def is_pickled(path: Path) -> bool:
+    """Whether a folder has weights that PyTorch pickled, and no others."""
+    files = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    return not files.isdisjoint(PICKLES) and files.isdisjoint((*SINGLE_FILES, INDEX))
+
+
 def find_weights(folder: Path) -> WeightFiles:
     """Finds the weights as transformers does: one file comes before shards, these before pickles.
 
@@ -188,8 +194,8 @@ def _warn_of_others(folder: Path, found: WeightFiles) -> None:
 
 
 def _no_weights(folder: Path) -> FileNotFoundError:
-    pickled = [name for name in PICKLES if (folder / name).exists()]
-    if pickled:
+    if is_pickled(folder):
+        pickled = [name for name in PICKLES if (folder / name).exists()]
         source, new = (shlex.quote(f"{folder}{end}") for end in ("", "-safetensors"))
         return FileNotFoundError(
             f"{folder} has no safetensors, only {pickled[0]}, which may hold code. Convert it "
