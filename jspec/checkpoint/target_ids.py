@@ -90,7 +90,8 @@ def read_token_map(
     if ids.shape != (num_ids,) or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
             f"{owner}: {name!r} is {ids.dtype}{list(ids.shape)}, wanted {num_ids} different ids "
-            f"from 0 to {vocab_size - 1}. Take weights and config.json from the same heads."
+            f"(truncated_vocab_size) from 0 to {vocab_size - 1}. Take weights and config.json from "
+            "the same heads."
         )
     ids = ids.astype(np.int64)
     bad = _misleading(ids, vocab_size)

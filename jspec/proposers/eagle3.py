@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
 from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint.assemble import is_float
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.checkpoint.target_ids import read_d2t
 from jspec.config import CacheConfig, ModelConfig
@@ -312,11 +313,14 @@ def _check_fits(config: Eagle3Config, target: Model, apart: Mapping[str, np.ndar
                 f"eagle3: the checkpoint has no {name}, which {why}. Load a complete checkpoint"
                 + (", or pass parallel_drafting=False." if name == "mask_hidden" else ".")
             )
-    if config.parallel_drafting and apart["mask_hidden"].size != model.input_size:
+    if not config.parallel_drafting:
+        return
+    mask = apart["mask_hidden"]
+    if mask.size != model.input_size or not is_float(mask):
         raise ValueError(
-            f"eagle3: mask_hidden has shape {list(apart['mask_hidden'].shape)}, wanted "
-            f"{model.input_size} numbers, as wide as what the head reads of the target. Take "
-            "weights and config.json from the same head."
+            f"eagle3: mask_hidden is {mask.dtype} {list(mask.shape)}, wanted {model.input_size} "
+            "floats, as wide as what the head reads of the target. Take weights and config.json "
+            "from the same head."
         )
 
 

@@ -277,7 +277,8 @@ def _heads_config(
     check_layers("medusa", num_layers, names)
     num_heads = tree.depth if tree else num_drafts or _number(config, "heads") or found
     if num_heads > found:
-        what = f"`tree` has {num_heads} levels" if tree else f"`num_drafts` is {num_heads}"
+        what = "`num_drafts` is" if num_drafts else "config.json has a number of heads,"
+        what = f"`tree` has {num_heads} levels" if tree else f"{what} {num_heads}"
         raise ValueError(
             f"medusa: {what}, and the checkpoint has {found} heads, one for each level of drafts. "
             f"Pass {'a tree of that depth' if tree else f'num_drafts={found}'} or less."
@@ -290,7 +291,7 @@ def _heads_config(
     check_above_0("medusa", logit_scale=logit_scale)
     V = target.config.vocab_size
     own_heads = any(name.startswith("lm_heads.") for name in names) or not any(
-        name.startswith(("blocks.", "lm_head.")) for name in names
+        name.startswith("blocks.") or name == "lm_head.weight" for name in names
     )
     return HeadsConfig(
         hidden_size=target.config.hidden_size,
