@@ -179,7 +179,8 @@ def say_twice(folder: Folder, rng: Generator) -> str | None:
     if folder.config.get(place) == other:
         return None
     folder.config[place] = other
-    folder.keys, folder.of_config = [key, place], True
+    # null says nothing that the other place could contradict.
+    folder.keys, folder.of_config, folder.legal = [key, place], True, old is None
     return f"{key} {old!r}, and {place} {other!r}"
 
 
@@ -200,10 +201,11 @@ def drop_tensor(folder: Folder, rng: Generator) -> str | None:
     name = any_tensor(folder, rng)
     del folder.tensors[name]
     folder.keys = [name, name.replace("midlayer", "layers.0")]
-    # What is only a copy of the target's, or a check of another table, may be left out.
+    # The target's stands in for it, or that it is there is the one thing that says so.
     whole = folder.config.get("draft_vocab_size") == folder.config.get("vocab_size")
     whole |= folder.name.startswith("medusa")
-    folder.legal = name in ("t2d", "embed_tokens.weight") or (name == "lm_head.weight" and whole)
+    folder.legal = name in ("t2d", "embed_tokens.weight", "fc.bias", "mask_hidden")
+    folder.legal |= name == "lm_head.weight" and whole
     return f"without {name}"
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import cli
+from jspec import checkpoint, cli
 from jspec.checkpoint import stored_dtype
 from jspec.checkpoint.base import Checkpoint
 from jspec.checkpoint.new_folder import check_free, new_folder, remedy
+from tests.conftest import GOLDEN
 from tests.test_gguf import HF_LAYER, D, V, write
 from tests.text_models import with_tokenizer
 
@@ -122,6 +123,24 @@ def test_a_folder_keeps_its_dtype(dtype, source, tmp_path):
         assert config["torch_dtype"] == dtype
         content = (tmp_path / "low" / "model.safetensors").read_bytes()
         assert (folder / "model.safetensors").read_bytes() == content
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_drafter_keeps_its_dtype_whatever_its_targets(dtype, tmp_path):
+    """A head in bfloat16, whose target was saved in float32."""
+    head = GOLDEN / "models" / "eagle3_llama"
+    target = tmp_path / "target"
+    assert convert(GOLDEN / "models" / "target_llama", target, "--dtype", "float32") == 0
+    words = ["--dtype", dtype] if dtype else []
+    assert convert(head, tmp_path / "new", "--target", target, "--to", "hf", *words) == 0
+    stored, new = checkpoint.read(head), checkpoint.read(tmp_path / "new")
+    wanted = dtype or "bfloat16"
+    assert (stored_dtype(new), new.config["torch_dtype"]) == (wanted, wanted)
+    assert new.config == stored.config | {"torch_dtype": wanted}
+    before = dict(stored.tensors())
+    for name, tensor in new.tensors():
+        assert name == "d2t" or tensor.dtype == wanted
+        np.testing.assert_array_equal(tensor, before[name].astype(tensor.dtype))
 
 
 # A folder that cannot be written says why.

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jspec import checkpoint, proposers
@@ -110,11 +111,12 @@ def _run(arguments: argparse.Namespace) -> int:
         target = models.open_model(arguments.target, dtype, option="--target", quiet=True)
     found: Model | Drafter
     if target is not None:
-        found = drafters.open_drafter(source, target, method=arguments.method)
+        options: dict[str, Any] = {} if is_saved else {"dtype": dtype}
+        found = drafters.open_drafter(source, target, method=arguments.method, **options)
     else:
         found = restore(source) if is_saved else load(source, dtype)
     origin = _origin(source) if isinstance(found, Drafter) else None
-    texts = _texts(source, found) if isinstance(found, Model) else {}
+    texts = _texts(source, found)
     if (arguments.to or ("hf" if is_saved else "orbax")) == "orbax":
         save(destination, found, target=target)
         _write_beside(destination, origin, texts)
@@ -122,7 +124,7 @@ def _run(arguments: argparse.Namespace) -> int:
         content = found.config.to_hf() | {"torch_dtype": found.params["embed"].dtype.name}
         write_folder(destination, content, found.params, llama.rules(found.config), texts)
     else:
-        _write_drafter(destination, found, origin)
+        _write_drafter(destination, found, origin, texts)
     print(f"{destination}: {_describe(found)}")
     return 0
 
@@ -152,10 +154,10 @@ def _origin(source: Path) -> _Origin | None:
     return _Origin(opened.config, opened.names)
 
 
-def _texts(source: Path, model: Model) -> dict[str, bytes]:
+def _texts(source: Path, found: Model | Drafter) -> dict[str, bytes]:
     """Returns the files that make tokenizer and generation of a model, by name.
 
-    They are those of the source. What it lacks, as a GGUF file does, is written from the model.
+    They are those of the source. What it lacks, as a GGUF file does, is written from a model.
     """
     folder = source / _TEXTS if models.is_saved(source) else source
     texts = {}
@@ -163,12 +165,14 @@ def _texts(source: Path, model: Model) -> dict[str, bytes]:
         texts = {
             name: (folder / name).read_bytes() for name in _OF_TEXT if (folder / name).exists()
         }
+    if isinstance(found, Drafter):
+        return texts
     if "tokenizer_config.json" not in texts:
         opened = None if models.is_saved(source) else checkpoint.read(source)
         bos = None if opened is None else opened.config.get("bos_token_id")
-        texts = tokenizer_files(model, bos) | texts
-    if "generation_config.json" not in texts and model.stop_ids:
-        generation = {"eos_token_id": list(model.stop_ids)}
+        texts = tokenizer_files(found, bos) | texts
+    if "generation_config.json" not in texts and found.stop_ids:
+        generation = {"eos_token_id": list(found.stop_ids)}
         texts["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
     return texts
 
@@ -187,7 +191,9 @@ def _write_beside(folder: Path, origin: _Origin | None, texts: Mapping[str, byte
         raise
 
 
-def _write_drafter(folder: Path, drafter: Drafter, origin: _Origin | None) -> None:
+def _write_drafter(
+    folder: Path, drafter: Drafter, origin: _Origin | None, texts: Mapping[str, bytes]
+) -> None:
     """Writes a drafter with the config.json and the tensor names of the folder it came from.
 
     Raises:
@@ -207,13 +213,17 @@ def _write_drafter(folder: Path, drafter: Drafter, origin: _Origin | None) -> No
         )
     table = proposer.rules(drafter.config, origin.names)
     rules = {name: table.get(name) for name in origin.names}
-    ids = [n for n, place in rules.items() if place is not None and place.path == ("target_ids",)]
+    maps = [n for n, place in rules.items() if place is not None and place.path == ("target_ids",)]
     if "target_ids" not in params:  # a map of each id to itself is not kept
-        rules |= dict.fromkeys(ids)
-    elif any(name.endswith("d2t") for name in ids):  # stored as what to add to a draft id
-        own = np.asarray(params["target_ids"])
-        params = params | {"target_ids": own - np.arange(len(own), dtype=own.dtype)}
-    write_folder(folder, origin.config, params, rules, {}, optional=("embed", "head"))
+        rules |= dict.fromkeys(maps)
+    elif any(name.endswith("d2t") for name in maps):  # stored as what to add to a draft id
+        ids = np.asarray(params["target_ids"])
+        params = params | {"target_ids": ids - np.arange(len(ids), dtype=ids.dtype)}
+    tables = ("embed", "head", "target_ids")  # the first two may be the target's
+    own = jax.tree.leaves({key: part for key, part in params.items() if key not in tables})
+    stated = {key: own[0].dtype.name for key in ("torch_dtype", "dtype") if key in origin.config}
+    content = {**origin.config, **stated}
+    write_folder(folder, content, params, rules, texts, optional=("embed", "head"))
 
 
 def _describe(found: Model | Drafter) -> str:
