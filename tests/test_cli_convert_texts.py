@@ -78,6 +78,22 @@ def test_what_a_folder_lacks_is_written_from_the_model(source, tmp_path):
         assert (folder / "chat_template.jinja").read_text() == TEMPLATE
 
 
+def test_token_texts_are_found_in_a_vocabulary_of_pieces_too(source, tmp_path):
+    pieces = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0]]}
+    (source / "tokenizer.json").write_text(json.dumps({"model": pieces}))
+    assert convert(source, tmp_path / "new", "--to", "hf") == 0
+    settings = json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
+    assert (settings["bos_token"], settings["eos_token"]) == ("<s>", "</s>")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model": {"vocab": 3}}', '{"added_tokens": [1]}'])
+def test_a_tokenizer_that_is_none_is_named(text, source, tmp_path, capfd):
+    (source / "tokenizer.json").write_text(text)
+    assert convert(source, tmp_path / "new", "--to", "hf") == 1
+    told = capfd.readouterr().err
+    assert "tokenizer.json is no tokenizer" in told and told.count("\n") == 1
+
+
 def test_a_gguf_file_becomes_a_folder_with_its_end_tokens_and_template(tmp_path, rng):
     tensors = {name: shape for name, (_, shape) in HF_LAYER.items()}
     tensors = {f"blk.0.{name}": shape for name, shape in tensors.items()}

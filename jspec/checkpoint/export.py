@@ -88,7 +88,7 @@ def tokenizer_files(model: Model, bos_id: int | None) -> dict[str, bytes]:
     files = {"tokenizer.json": model.tokenizer_json}
     ends = [*model.config.eos_token_ids, *model.stop_ids]
     ids = {"bos_token": bos_id, "eos_token": ends[0] if ends else None}
-    texts = _token_texts(json.loads(model.tokenizer_json))
+    texts = _token_texts(model.tokenizer_json)
     special = {name: texts[token] for name, token in ids.items() if token in texts}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -103,11 +103,19 @@ def tokenizer_files(model: Model, bos_id: int | None) -> dict[str, bytes]:
     return {name: text.encode() for name, text in files.items()}
 
 
-def _token_texts(tokenizer: Mapping[str, Any]) -> dict[int, str]:
-    """Returns the text of each token of a tokenizer.json."""
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    texts = {token: text for text, token in vocab.items()} if isinstance(vocab, dict) else {}
-    return texts | {entry["id"]: entry["content"] for entry in tokenizer.get("added_tokens", ())}
+def _token_texts(tokenizer_json: str) -> dict[Any, str]:
+    """Returns the text of each token by its id."""
+    try:
+        tokenizer = json.loads(tokenizer_json)
+        vocab = tokenizer.get("model", {}).get("vocab", {})
+        pairs = [(token, text) for text, token in vocab.items()] if isinstance(vocab, dict) else []
+        pairs = pairs or [(token, text) for token, (text, _) in enumerate(vocab)]  # Unigram
+        pairs += [(added["id"], added["content"]) for added in tokenizer.get("added_tokens", ())]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"tokenizer.json is no tokenizer ({error!r}). Fetch the file again."
+        ) from error
+    return dict(pairs)
 
 
 def _find(params: Params, rules: Rules, optional: Collection[str] = ()) -> dict[str, _Tensor]:

@@ -170,6 +170,7 @@ def _texts(source: Path, found: Model | Drafter) -> dict[str, bytes]:
     if "tokenizer_config.json" not in texts:
         opened = None if models.is_saved(source) else checkpoint.read(source)
         bos = None if opened is None else opened.config.get("bos_token_id")
+        bos = bos if isinstance(bos, int) else None
         texts = tokenizer_files(found, bos) | texts
     if "generation_config.json" not in texts and found.stop_ids:
         generation = {"eos_token_id": list(found.stop_ids)}
