@@ -114,7 +114,7 @@ def _table(results: list[Result]) -> Table:
     table = Table(
         title=f"greedy decoding, at most {NUM_DRAFTS} drafts, n-grams of 4 down to 2",
         caption="drafts that were not expected to pay are not verified\n"
-        "mean length: tokens per step, of the steps with drafts",
+        "mean length: tokens/step of the steps with drafts",
         box=box.SIMPLE_HEAD,  # with these margins it fits into 80 columns
         padding=(0, 1, 0, 0),
         show_edge=False,
@@ -122,7 +122,7 @@ def _table(results: list[Result]) -> Table:
     for name in ("prompts", "method"):
         table.add_column(name)
     for name in (
-        *("tokens/s", "speed-up", "tokens\nper step", "mean\nlength", "accepted %\nby position"),
+        *("tokens\n/s", "speed-up", "tokens\n/step", "mean\nlength", "accepted %\nby position"),
     ):
         table.add_column(name, justify="right")
     table.add_column("identical", justify="right")
