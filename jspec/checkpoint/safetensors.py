@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from jspec.checkpoint.base import Checkpoint
-from jspec.checkpoint.tokenizer import read_chat_template
-from jspec.config import check_at_least, read_json
+from jspec.config import read_json
+from jspec.text import read_text_files
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -45,8 +45,7 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
     Args:
       path: folder with config.json and model.safetensors (Medusa heads: or
         medusa_lm_head.safetensors), or the shards that model.safetensors.index.json lists.
-        tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json are
-        read where they exist.
+        The files that say what is text are read where they exist: see `jspec.text`.
 
     Returns:
       The checkpoint. Headers have been checked; no tensor data has been read.
@@ -65,30 +64,18 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
             for name, (dtype, shape, offset) in header.items():
                 yield name, _view(file, dtype, shape, offset)
 
-    generation = _read_json(folder / "generation_config.json", optional=True)
     return Checkpoint(
         config=config,
         names=tuple(name for header in headers.values() for name in header),
         tensors=tensors,
-        tokenizer_json=_read_text(folder / "tokenizer.json"),
-        chat_template=read_chat_template(folder),
-        stop_ids=_stop_ids(config, generation),
+        **read_text_files(folder, config)._asdict(),
         files=tuple(sorted(file.name for file in folder.iterdir())),
     )
 
 
-def _read_text(file: Path) -> str | None:
-    try:
-        return file.read_text("utf-8") if file.is_file() else None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text ({error}). Fetch the file again.") from error
-
-
-def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     if file.is_file():
         return read_json(file)
-    if optional:
-        return {}
     raise FileNotFoundError(
         f"{file} is missing. Pass a Hugging Face model folder: config.json, and "
         "model.safetensors or shards with model.safetensors.index.json."
@@ -180,14 +167,3 @@ def _view(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> n
     if 0 in shape:  # an empty range cannot be mapped
         return np.empty(shape, dtype)
     return np.memmap(file, dtype, "r", offset, shape)
-
-
-def _stop_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    ids: list[int] = []
-    for config in configs:
-        eos = config.get("eos_token_id")
-        if eos is not None:
-            ids += eos if isinstance(eos, list) else [eos]
-    for token in ids:
-        check_at_least("config.json or generation_config.json", 0, eos_token_id=token)
-    return tuple(dict.fromkeys(ids))

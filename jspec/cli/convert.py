@@ -132,8 +132,14 @@ def _write_model(folder: Path, model: Model) -> None:
     texts = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
     if model.tokenizer_json is not None:
         texts["tokenizer.json"] = model.tokenizer_json
-    if model.chat_template is not None:
-        texts["chat_template.jinja"] = model.chat_template
+    config, template = model.tokenizer_config, model.chat_template
+    if isinstance(template, str):
+        texts["chat_template.jinja"] = template
+    elif template is not None:
+        named = [{"name": name, "template": text} for name, text in template.items()]
+        config = (config or {}) | {"chat_template": named}
+    if config is not None:
+        texts["tokenizer_config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     write_folder(folder, content, model.params, llama.rules(model.config), texts)
 
 
