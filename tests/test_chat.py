@@ -1,6 +1,7 @@
 """Text is the model's own: ids and chat prompts equal what transformers recorded."""
 
 import json
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -108,6 +109,7 @@ def test_a_template_that_needs_tools_says_so(tokenizers_of):
         ("{{ messages.append(1) }}", "fails with these messages.*unsafe"),
         ("{{ messages[3].content }}", "fails with these messages"),
         ("{{ 1 / 0 }}", "fails with these messages.*zero"),
+        ("{{ 'a' + eos_token }}", "'eos_token' is undefined.*tokenizer_config.json does not name"),
         ("{{ raise_exception('Only tools.') }}", "refuses these messages: Only tools.*--raw"),
         (None, "no chat template, so that messages have no form.*--chat-template FILE"),
     ],
@@ -124,6 +126,12 @@ def test_a_text_without_a_template_is_continued_aloud(tokenizers_of):
         assert plain.chat("hello") == zephyr.encode("hello", add_special=True)
     with pytest.raises(ValueError, match="messages have no form"):
         plain.chat(USER)
+
+
+def test_without_the_jinja2_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"pip install 'jspec-decode\[demo\]'"):
+        render_chat(USER, "no template was this one yet")
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user"}]])

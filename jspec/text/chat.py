@@ -67,8 +67,9 @@ def render_chat(
     except Exception as error:  # whatever code of a template may raise
         raise ValueError(
             f"chat: the model's chat template fails with these messages: {error}. It may need "
-            "tools, documents or other keys of a message, which it was not given. Choose another "
-            "template (--chat-template), or continue a text without the chat form (--raw)."
+            "tools or documents, which it is not given, a key that a message lacks, or a special "
+            "token that tokenizer_config.json does not name. Choose another template "
+            "(--chat-template), or continue a text without the chat form (--raw)."
         ) from error
 
 
