@@ -56,7 +56,7 @@ def generate(
       prompts: token ids; of any lengths, any number of them.
       config: the drafter's, for example `NgramConfig(num_drafts=5)`.
       params: the drafter's weights.
-      max_tokens: most tokens to add to each prompt; a prompt of `max_model_len` gets none.
+      max_tokens: most tokens to add to each prompt.
       max_requests: prompts decoded at the same time; the others wait.
       cache: KV pages; by default just enough for this call.
       chunk_size: most rows of a pass; longer prompts are read in chunks.
@@ -76,8 +76,9 @@ def generate(
       The continuations with counts and times.
 
     Raises:
-      ValueError: a prompt is empty, too long or holds an id outside the vocabulary; a size is
-        below 1; the cache cannot hold the longest request, or is for longer ones than the model;
+      ValueError: a prompt is empty, leaves no room for a token in `max_model_len` or holds an id
+        outside the vocabulary; a size is below 1; the cache cannot hold the longest request, or is
+        for longer ones than the model;
         `drafting` or `verification` does not fit the drafter; a number of the sampling is out of
         range. Raised before anything compiles.
     """

@@ -130,7 +130,7 @@ def read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-_MODEL_FIELDS = ("tokenizer_json", "chat_template", "stop_ids")
+_MODEL_FIELDS = ("tokenizer_json", "tokenizer_config", "chat_template", "stop_ids")
 
 # Arrays by their keys.
 

@@ -131,7 +131,6 @@ class Scheduler:
         self.waiting = deque(
             Request(i, list(p), len(p), min(len(p) + max_tokens, limits.max_model_len))
             for i, p in enumerate(prompts)
-            if len(p) < limits.max_model_len  # a prompt that long gets no token
         )
         self.running: dict[int, Request] = {}
         self.generations = [Generation([], "length") for _ in prompts]
@@ -345,6 +344,11 @@ def limits(
     vocab_size = min(model.config.vocab_size, vocab_size or model.config.vocab_size)
     for i, prompt in enumerate(prompts):
         check_prompt(f"generate: prompts[{i}]", prompt, max_len=context, vocab_size=vocab_size)
+        if len(prompt) == context:
+            raise ValueError(
+                f"generate: prompts[{i}]: the prompt has {context} tokens, which is max_model_len: "
+                "no token can be added. Shorten it, or raise CacheConfig.max_model_len."
+            )
     longest = max((min(len(p) + max_tokens, context) for p in prompts), default=1)
     if cache is None:
         # Whole powers of two: calls of alike size share their executables.

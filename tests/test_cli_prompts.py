@@ -6,10 +6,12 @@ import json
 import re
 
 import pytest
+import tokenizers
 
 from jspec import cli
-from jspec.checkpoint.tokenizer import Tokenizer
-from jspec.cli import prompts
+from jspec.checkpoint import Model
+from jspec.cli import models, prompts
+from jspec.text import Tokenizer
 from tests.text_models import character_tokenizer
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
@@ -66,6 +68,7 @@ def test_a_dash_is_standard_input(monkeypatch):
         ('{"prompt": 3}', "line 2"),
         ('{"messages": []}', "line 2"),
         ('{"messages": [{"role": "user"}]}', "line 2"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "line 2 has 'tools'"),
         ('{"messages": [{"role": "user", "content": [1]}]}', "line 2"),
     ],
 )
@@ -88,20 +91,65 @@ def test_files_that_cannot_be_prompts_are_named(tmp_path):
         read()
 
 
-def test_text_is_put_in_the_chat_form_unless_it_is_raw():
-    template = "{{'<|im_start|>'}}"
-    tokenizer = Tokenizer.from_json(character_tokenizer().to_str(), template)
-    text = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
-    asked, chat, raw = (
-        prompts.encode(tokenizer, ["hi"], raw=False),
-        prompts.encode(tokenizer, [CHAT], raw=False),
-        prompts.encode(tokenizer, ["hi"], raw=True),
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+def tokenizer_with_bos(template=None):
+    """Characters, and BOS before every text."""
+    inner = character_tokenizer()
+    inner.add_special_tokens(["\x01"])
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="\x01 $A", special_tokens=[("\x01", 1)]
     )
-    assert raw == [[104, 105]]
-    assert tokenizer.decode(chat[0]) == text + "<|im_start|>assistant\n"
-    assert tokenizer.decode(asked[0]).endswith("<|im_start|>assistant\n")
+    return Tokenizer.from_json(inner.to_str(), template, {"bos_token": "\x01"})
+
+
+def test_text_is_put_in_the_chat_form_unless_it_is_raw():
+    tokenizer = tokenizer_with_bos(TEMPLATE)
+    asked = prompts.encode(tokenizer, ["hi", CHAT], raw=False)
+    assert [ids[0] for ids in asked] == [1, 1]  # once, by the template
+    texts = [tokenizer.decode(ids) for ids in asked]
+    assert texts == ["[user]hi", "[system]be brief[user]hi"]
+    assert prompts.encode(tokenizer, ["hi", ""], raw=True) == [[1, 104, 105], [1]]
+    bare = prompts.encode(tokenizer, ["hi"], raw=True, special_tokens=False)
+    assert bare == [[104, 105]]
     with pytest.raises(ValueError, match="Leave out --raw"):
         prompts.encode(tokenizer, ["hi", CHAT], raw=True)
+
+
+def test_a_model_without_a_template_continues_texts_and_says_so(capfd):
+    tokenizer = tokenizer_with_bos()
+    lone = [{"role": "user", "content": "hi"}]
+    assert prompts.encode(tokenizer, ["hi", lone], raw=False) == [[1, 104, 105]] * 2
+    assert re.search("no chat template.*as with --raw", capfd.readouterr().err)
+    with pytest.raises(ValueError, match=r"prompts\[0\].*messages have no form.*--chat-template"):
+        prompts.encode(tokenizer, [CHAT, lone], raw=False)
+
+
+def test_a_prompt_that_a_template_refuses_is_numbered():
+    tokenizer = tokenizer_with_bos("{{ raise_exception('no system') if messages[1] else '' }}")
+    with pytest.raises(ValueError, match=r"prompts\[1\]: .*no system"):
+        prompts.encode(tokenizer, ["hi", CHAT], raw=False)
+
+
+def test_a_template_is_chosen_by_name_or_read_from_a_file(tmp_path):
+    json_text = character_tokenizer().to_str()
+    named = {"one": "1", "two": "{{ eos_token }}2"}
+    model = Model(None, None, json_text, named, (), {"eos_token": "e"})  # pyright: ignore
+    (tmp_path / "own.jinja").write_text("own")
+
+    def said(template):
+        tokenizer = models.open_tokenizer(model, template)
+        return tokenizer.decode(tokenizer.chat("hi"), keep_special=True)
+
+    assert [said("two"), said(str(tmp_path / "own.jinja"))] == ["e2", "own"]
+    with pytest.raises(ValueError, match="no chat template 'three', only 'one', 'two'.*NAME"):
+        said("three")
+    with pytest.raises(ValueError, match="no chat template 'default', only 'one', 'two'.*NAME"):
+        said(None)
+    (tmp_path / "own.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="own.jinja is no text"):
+        said(str(tmp_path / "own.jinja"))
 
 
 @pytest.mark.parametrize(
@@ -116,6 +164,8 @@ def test_text_is_put_in_the_chat_form_unless_it_is_raw():
         (["--draft-sampling", "greedy", "--temperature", "1"], "no effect without --drafter"),
         (["--method", "none", "--adaptive"], "--adaptive has no effect with --method none"),
         (["--prompt-file", "nowhere"], "nowhere is no file"),
+        (["--no-special-tokens"], "--no-special-tokens has no effect without --raw"),
+        (["--raw", "--chat-template", "a"], "--chat-template has no effect with --raw"),
     ],
 )
 def test_options_are_checked_before_a_model_is_looked_for(words, match, capfd):

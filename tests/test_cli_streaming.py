@@ -2,9 +2,9 @@
 
 import io
 
-from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.cli import streaming
 from jspec.cli.streaming import Progress, Text
+from jspec.text import Tokenizer
 from tests.text_models import character_tokenizer
 
 STOP = 0

@@ -24,6 +24,7 @@ PUBLIC = (
     "jspec.sampling",
     "jspec.suffix",
     "jspec.target",
+    "jspec.text",
     "jspec.verify",
 )
 BRIDGE = (

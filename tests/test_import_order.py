@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("axes", "rope", "_numba"),
     ("config", "state", "tree", "pallas", "drafting", "earnings"),
-    ("cache", "metadata", "rejection", "sampling", "verify", "metrics", "suffix"),
+    ("cache", "metadata", "rejection", "sampling", "verify", "metrics", "suffix", "text"),
     ("models", "checkpoint"),
     ("proposers",),
     ("_boundary",),

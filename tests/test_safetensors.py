@@ -249,11 +249,11 @@ def test_the_tokenizer_and_the_stop_ids_come_along(save):
 
     (folder / "tokenizer.json").write_text('{"model": "é"}', encoding="utf-8")
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    templates = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    config = {"bos_token": "a", "chat_template": "b"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     model = jspec.load(folder)
     assert (model.tokenizer_json, model.chat_template) == ('{"model": "é"}', "b")
-    assert model.stop_ids == (2, 7)
+    assert model.stop_ids == (2, 7) and model.tokenizer_config == {"bos_token": "a"}
 
     (folder / "chat_template.jinja").write_text("c")
     assert jspec.load(folder).chat_template == "c"

@@ -2,7 +2,7 @@
 
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
@@ -13,6 +13,7 @@ from jspec.checkpoint.weight_files import check_file
 from jspec.config import ModelConfig, check_float_dtype
 from jspec.models import llama
 from jspec.state import Params
+from jspec.text import ChatTemplate
 
 __all__ = [
     "Checkpoint",
@@ -38,15 +39,18 @@ class Model(NamedTuple):
       config: its shape.
       params: its weights.
       tokenizer_json: content of a Hugging Face tokenizer.json, None where there is none.
-      chat_template: Jinja template of the chat form, None where there is none.
+      chat_template: Jinja template of the chat form, or several by name; None where there is none.
       stop_ids: tokens that end a text.
+      tokenizer_config: content of a tokenizer_config.json without the chat template, None where
+        there is none.
     """
 
     config: ModelConfig
     params: Params
     tokenizer_json: str | None
-    chat_template: str | None
+    chat_template: ChatTemplate | None
     stop_ids: tuple[int, ...]
+    tokenizer_config: dict[str, Any] | None = None
 
 
 def read(path: str | PathLike[str]) -> Checkpoint:
@@ -98,5 +102,10 @@ def as_model(checkpoint: Checkpoint, dtype: DTypeLike, *, source: str | PathLike
     rules |= {name: None for name in checkpoint.names if name.startswith(_OF_A_DRAFTER)}
     params = assemble(llama.abstract_params(config, dtype), rules, checkpoint.tensors())
     return Model(
-        config, params, checkpoint.tokenizer_json, checkpoint.chat_template, checkpoint.stop_ids
+        config,
+        params,
+        checkpoint.tokenizer_json,
+        checkpoint.chat_template,
+        checkpoint.stop_ids,
+        checkpoint.tokenizer_config,
     )

@@ -57,7 +57,7 @@ def add_to(commands: Any) -> None:
     add("--suite", default="demo", help="demo (default), or a file of prompts as of generate")
     add("--num-prompts", type=int, help="only the first ones of the suite")
     drafters.add_options(add)
-    add("--raw", action="store_true", help="continue the texts themselves, without the chat form")
+    prompts.add_form_options(add)
     decoding.add_options(add)
     add("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
     forms = bench.add_mutually_exclusive_group()
@@ -71,6 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
         check_picture("--picture", Path(arguments.picture))
     paths = _paths(arguments.drafter)
     methods = _methods(arguments.methods, paths)
+    prompts.check_form(arguments)
     asked = _suite(arguments)
     decoding.check(arguments, len(asked))
     free = [method for method in methods if method not in paths]
@@ -83,8 +84,10 @@ def _run(arguments: argparse.Namespace) -> int:
         loaded[method] = drafters.open_drafter(
             path, model, method=method, num_drafts=arguments.num_drafts, **options
         )
-    tokenizer = models.open_tokenizer(model)
-    ids = prompts.encode(tokenizer, asked, raw=arguments.raw)
+    tokenizer = models.open_tokenizer(model, arguments.chat_template)
+    ids = prompts.encode(
+        tokenizer, asked, raw=arguments.raw, special_tokens=not arguments.no_special_tokens
+    )
     rows = _measure(arguments, model, ids, {method: loaded[method] for method in methods})
     header = {
         "device": jax.devices()[0].device_kind,

@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
     drafters.add_options(add)
     add("--tree", help="--drafter: token tree to draft, for example '[(0,), (1,), (0, 0)]'")
     prompts.add_options(add)
-    add("--raw", action="store_true", help="continue the text itself, without the chat form")
+    prompts.add_form_options(add)
     decoding.add_options(add)
     add("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
     add("--compare-plain", action="store_true", help="also decode without drafts, and compare")
@@ -49,6 +49,7 @@ def add_to(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     method, config, params = arguments.method or "ngram", None, None
+    prompts.check_form(arguments)
     asked = prompts.read(arguments)
     decoding.check(arguments, len(asked))
     if arguments.drafter is None:
@@ -60,11 +61,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if config is None and arguments.drafter is None:
         _check_plain(arguments)
     model = models.open_model(arguments.model, arguments.dtype, quiet=arguments.json)
-    tokenizer = models.open_tokenizer(model)
+    tokenizer = models.open_tokenizer(model, arguments.chat_template)
     if arguments.drafter is not None:
         config, params = drafters.from_disk(arguments, model)
         method = proposers.of(config).name
-    ids = prompts.encode(tokenizer, asked, raw=arguments.raw)
+    ids = prompts.encode(
+        tokenizer, asked, raw=arguments.raw, special_tokens=not arguments.no_special_tokens
+    )
     options = decoding.of_target(arguments)
     cache = scheduling.limits(model, ids, arguments.max_tokens, arguments.batch_size, None, 1)
     options["cache"] = cache

@@ -5,10 +5,11 @@ from typing import Any
 
 from jspec import checkpoint
 from jspec.checkpoint import Model
-from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.demo.assets import fetch_smollm2
 from jspec.loading import load
 from jspec.saving import restore
+from jspec.text import Tokenizer
+from jspec.text.chat import choose_template
 
 
 def dtype_of(path: Path) -> str:
@@ -64,11 +65,30 @@ def open_model(name: str, dtype: str, *, option: str = "--model", quiet: bool = 
     return model
 
 
-def open_tokenizer(model: Model) -> Tokenizer:
-    """Returns the tokenizer that came with a model."""
+def open_tokenizer(model: Model, template: str | None = None) -> Tokenizer:
+    """Returns the tokenizer that came with a model.
+
+    Args:
+      model: the target.
+      template: one of the model's chat templates by name, or a file with another one; None = the
+        model's own.
+
+    Raises:
+      ValueError: there is no tokenizer, no such template, or the file is no text.
+    """
     if model.tokenizer_json is None:
         raise ValueError(
             "the model has no tokenizer.json, so that text cannot be encoded. Put the model's own "
             "tokenizer.json into its folder."
         )
-    return Tokenizer.from_json(model.tokenizer_json, model.chat_template)
+    chat_template = model.chat_template
+    if template is not None and Path(template).is_file():
+        try:
+            chat_template = Path(template).read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--chat-template {template} is no text ({error}). Pass a Jinja template."
+            ) from error
+    elif template is not None:
+        chat_template = choose_template(chat_template, template)
+    return Tokenizer.from_json(model.tokenizer_json, chat_template, model.tokenizer_config)

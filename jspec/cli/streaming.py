@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jspec.checkpoint.tokenizer import Tokenizer
+from jspec.text import Tokenizer
 
 _INTERVAL = 0.1  # seconds between two states of the progress line
 

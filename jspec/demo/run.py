@@ -12,13 +12,13 @@ from rich.text import Text
 from jspec import measure, proposers
 from jspec.adaptive import Adaptive
 from jspec.checkpoint import Model
-from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.config import CacheConfig
 from jspec.decode import Report
 from jspec.demo.assets import fetch_smollm2
 from jspec.demo.picture import plot_acceptance
 from jspec.demo.prompts import Prompt, demo_prompts
 from jspec.loading import load
+from jspec.text import Tokenizer
 
 NUM_DRAFTS = 5
 METHODS = ("ngram", "ngram_gpu")
@@ -47,7 +47,9 @@ def run(*, max_tokens: int, output: Path) -> int:
     begin = time.perf_counter()
     model = load(fetch_smollm2(), "float32")
     assert model.tokenizer_json is not None  # read_gguf rebuilds it or raises
-    tokenizer = Tokenizer.from_json(model.tokenizer_json, model.chat_template)
+    tokenizer = Tokenizer.from_json(
+        model.tokenizer_json, model.chat_template, model.tokenizer_config
+    )
     suite: dict[str, list[Prompt]] = {kind: [] for kind in NUM_PROMPTS}
     for prompt in demo_prompts():
         if len(suite[prompt.kind]) < NUM_PROMPTS[prompt.kind]:
