@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import jax
 import numpy as np
@@ -168,7 +169,11 @@ def test_a_truncated_vocabulary_without_a_proper_map_is_refused(rng, target):
     ],
 )  # fmt: skip
 def test_the_number_of_heads_has_many_names(rng, target, config, num_drafts):
-    drafter = load_stored(drawn(rng, num_heads=3), target, config)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        drafter = load_stored(drawn(rng, num_heads=3), target, config)
+    assert len(told) == (num_drafts < 3)
+    assert all("and the checkpoint has 3 heads" in str(warning.message) for warning in told)
     assert drafter.config.num_drafts == drafter.config.model.num_heads == num_drafts
 
 

@@ -15,16 +15,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.axes import PAD_TOKEN
-from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint import Checkpoint, Model, assemble, explained
 from jspec.checkpoint.sharing import own_or_shared
-from jspec.config import CacheConfig, check_at_least, flag
+from jspec.config import CacheConfig, check_at_least
 from jspec.models import medusa
 from jspec.models.layers import Place, Rules
 from jspec.models.medusa import TOKEN_MAP, HeadsConfig
-from jspec.proposers import _draft
+from jspec.proposers import _draft, _medusa_files
 from jspec.proposers._draft import DraftingConfig
 from jspec.proposers.base import Drafter, Proposer, Reads
-from jspec.rope import check_above_0
 from jspec.state import Batch, Drafts, Params, pytree, static
 from jspec.tree import Tree
 
@@ -225,14 +224,7 @@ def load(
     if num_drafts is not None:
         check_at_least("medusa", 1, num_drafts=num_drafts)
     names = [medusa.short_name(name) for name in checkpoint.names]
-    for field in ("hidden_size", "vocab_size"):
-        got, wanted = checkpoint.config.get(field), getattr(target.config, field)
-        if got not in (None, wanted):
-            raise ValueError(
-                f"medusa: the heads' {field} is {got}, the target's {wanted}. Load the heads that "
-                "were trained for this target, or the target that these were trained for."
-            )
-    model = _heads_config(checkpoint.config, names, target, num_drafts=num_drafts, tree=tree)
+    model = _medusa_files.heads_config(checkpoint, target, num_drafts=num_drafts, tree=tree)
     order = _token_map(checkpoint, model)
     template = medusa.abstract_params(model, dtype)
     shares = model.shared_head and not any(medusa.is_head(n, model.num_layers) for n in names)
@@ -245,7 +237,8 @@ def load(
                 tensor = _truncated(tensor, *order, vocab_size=model.vocab_size)
             yield name, tensor
 
-    params = assemble(template, medusa.rules(model, names), tensors())
+    with explained(lambda: _medusa_files.reasons(checkpoint, model)):
+        params = assemble(template, medusa.rules(model, names), tensors())
     of_target = target.params["embed" if target.config.tie_embeddings else "head"]
     if order is not None:
         params["target_ids"] = jnp.asarray(order[0])
@@ -257,66 +250,6 @@ def load(
         num_drafts=cast(int, num_drafts), model=model, draft_sampling=draft_sampling, tree=tree
     )
     return Drafter(config, params)
-
-
-def _heads_config(
-    config: Mapping[str, Any],
-    names: Collection[str],
-    target: Model,
-    *,
-    num_drafts: int | None,
-    tree: Tree | None,
-) -> HeadsConfig:
-    """Reads the heads' shape off config.json and, where that is silent, the tensors."""
-    found = medusa.count_heads(names)
-    num_layers = _number(config, "layers") or medusa.count_layers(names)
-    check_layers("medusa", num_layers, names)
-    num_heads = tree.depth if tree else num_drafts or _number(config, "heads") or found
-    if num_heads > found:
-        what = f"`tree` has {num_heads} levels" if tree else f"`num_drafts` is {num_heads}"
-        raise ValueError(
-            f"medusa: {what}, and the checkpoint has {found} heads, one for each level of drafts. "
-            f"Pass {'a tree of that depth' if tree else f'num_drafts={found}'} or less."
-        )
-    truncated = config.get("truncated_vocab_size")
-    if truncated is not None:
-        check_at_least("medusa", 1, truncated_vocab_size=truncated)
-    logit_scale = config.get("logit_scale")
-    logit_scale = 1.0 if logit_scale is None else logit_scale
-    check_above_0("medusa", logit_scale=logit_scale)
-    V = target.config.vocab_size
-    own_heads = any(name.startswith("lm_heads.") for name in names) or not any(
-        name.startswith(("blocks.", "lm_head.")) for name in names
-    )
-    return HeadsConfig(
-        hidden_size=target.config.hidden_size,
-        vocab_size=V,
-        num_heads=num_heads,
-        num_layers=num_layers,
-        bias=flag(config, "medusa_fc_bias") or any(name.endswith(".bias") for name in names),
-        shared_head=flag(config, "original_lm_head") or not own_heads,
-        draft_vocab_size=None if truncated in (None, V) else truncated,
-        logit_scale=float(logit_scale),
-    )
-
-
-def _number(config: Mapping[str, Any], what: str) -> int | None:
-    """Reads the number of heads or layers, of which config.json may have the base model's, too.
-
-    Any key with "num" and `what` in it may be the one: those of Medusa come first, then vLLM's.
-    """
-    keys = [key for key in config if "num" in key and what in key and config[key] is not None]
-    plain = "num_heads" if what == "heads" else "num_hidden_layers"
-    keys = [k for k in keys if "medusa" in k] or [k for k in keys if k == plain] or keys
-    if any(config[key] != config[keys[0]] for key in keys):
-        raise ValueError(
-            f"medusa: config.json has {', '.join(f'{key} = {config[key]}' for key in keys)}, and "
-            f"each may be the number of {what}. Add medusa_num_{what} to say which."
-        )
-    if not keys:
-        return None
-    check_at_least("medusa", 1, **{keys[0]: config[keys[0]]})
-    return config[keys[0]]
 
 
 def _token_map(
@@ -342,7 +275,8 @@ def _token_map(
     if not inside or len(np.unique(ids)) < size:
         raise ValueError(
             f"medusa: {TOKEN_MAP!r} is {ids.dtype}{list(ids.shape)}, wanted {size} different ids "
-            f"from 0 to {model.vocab_size - 1}. Take weights and config.json from the same heads."
+            f"(truncated_vocab_size) from 0 to {model.vocab_size - 1}. Take weights and "
+            "config.json from the same heads."
         )
     rows = np.argsort(ids)
     return ids[rows].astype(np.int32), rows
