@@ -3,7 +3,6 @@
 The method is read off the checkpoint: every registered proposer says which ones are its own.
 """
 
-import difflib
 import inspect
 import re
 from os import PathLike
@@ -16,6 +15,7 @@ from jspec import checkpoint as checkpoints
 from jspec import proposers
 from jspec.checkpoint import Checkpoint, Model
 from jspec.config import check_float_dtype
+from jspec.options import did_you_mean
 from jspec.proposers.base import Drafter, Proposer
 
 _LISTED = 24
@@ -83,8 +83,9 @@ def load(
         given = [name for name, value in given.items() if value is not None]
         if given:
             raise ValueError(
-                f"load: {', '.join(given)} is a drafter's, and `target` is missing. Load the "
-                "target first and pass target=model; to load a target, leave out the rest."
+                f"load: {', '.join(given)} is a drafter's, and `target` is missing. "
+                f"{did_you_mean(given[0], ['dtype', 'target'])}Load the target first and pass "
+                "target=model; to load a target, leave out the rest."
             )
         return _load_target(path, "bfloat16" if dtype is None else dtype)
     if not isinstance(target, Model):
@@ -104,8 +105,9 @@ def load(
     most = target.config.max_positions
     if num_drafts is None and drafter.config.num_drafts >= most:
         raise ValueError(
-            f"{path} is configured for {drafter.config.num_drafts} drafts, and its target for "
-            f"{most} positions, which they cannot fill. Pass num_drafts=."
+            f"{path} is configured for {drafter.config.num_drafts} drafts (block_size or "
+            f"speculative_tokens), and its target for {most} positions, which they cannot fill. "
+            "Pass num_drafts=."
         )
     return drafter
 
@@ -186,11 +188,11 @@ def _check_options(proposer: Proposer, options: dict[str, Any]) -> None:
     ]
     unknown = [name for name in options if name not in accepted]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], accepted, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
+        accepted = ["dtype", "method", "num_drafts", *accepted]
         raise TypeError(
-            f"load: method {proposer.name!r} has no option {', '.join(unknown)}. {hint}"
-            f"Leave it out; options here: {', '.join(accepted) or 'none'}."
+            f"load: method {proposer.name!r} has no option {', '.join(unknown)}. "
+            f"{did_you_mean(unknown[0], accepted)}Leave it out; options here: "
+            f"{', '.join(accepted)}."
         )
 
 

@@ -339,7 +339,8 @@ def limits(
     if context > model.config.max_positions:
         raise ValueError(
             f"generate: cache.max_model_len is {context}, above the {model.config.max_positions} "
-            "positions that the model was made for. Lower it."
+            "positions that the model was made for. Lower it, or load the model with RoPE scaling "
+            "(yarn) in its config.json, which stretches them."
         )
     vocab_size = min(model.config.vocab_size, vocab_size or model.config.vocab_size)
     for i, prompt in enumerate(prompts):

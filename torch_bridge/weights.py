@@ -98,7 +98,7 @@ def _from_disk(
     path: str | PathLike[str], vllm_config: Any, device: torch.device, owner: str
 ) -> Model:
     checkpoint = checkpoints.read(path)
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = checkpoints.model_config(checkpoint)
     dtype = str(read(vllm_config, "model_config.dtype", owner=owner)).removeprefix("torch.")
     wanted = {_EMBED: "embed"} if config.tie_embeddings else {_EMBED: "embed", _HEAD: "head"}
     params = {

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
+from jspec.checkpoint.agreement import decoder_reasons, explained, model_config
 from jspec.checkpoint.assemble import assemble
 from jspec.checkpoint.base import Checkpoint, check_layers, stored_dtype
 from jspec.checkpoint.safetensors import read_folder
@@ -21,6 +22,9 @@ __all__ = [
     "as_model",
     "assemble",
     "check_layers",
+    "decoder_reasons",
+    "explained",
+    "model_config",
     "read",
     "read_folder",
     "stored_dtype",
@@ -77,13 +81,20 @@ def read(path: str | PathLike[str]) -> Checkpoint:
     return read_gguf(path)
 
 
-def as_model(checkpoint: Checkpoint, dtype: DTypeLike, *, source: str | PathLike[str]) -> Model:
+def as_model(
+    checkpoint: Checkpoint,
+    dtype: DTypeLike,
+    *,
+    source: str | PathLike[str],
+    config: ModelConfig | None = None,
+) -> Model:
     """Loads a model of the Llama family from an open checkpoint.
 
     Args:
       checkpoint: from `read`.
       dtype: of the weights in memory; what the file holds is converted.
       source: what errors call the checkpoint.
+      config: its shape, where `model_config` has read it already.
 
     Raises:
       ValueError: the architecture, an option of it or `dtype` is not supported, or tensors and
@@ -96,11 +107,12 @@ def as_model(checkpoint: Checkpoint, dtype: DTypeLike, *, source: str | PathLike
             f"{source}: architectures {named} are not supported, wanted one of "
             f"{', '.join(_ARCHITECTURES)}. A draft head is no target: load it with target=."
         )
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = model_config(checkpoint) if config is None else config
     check_layers(str(source), config.num_layers, checkpoint.names)
     rules = llama.rules(config)
     rules |= {name: None for name in checkpoint.names if name.startswith(_OF_A_DRAFTER)}
-    params = assemble(llama.abstract_params(config, dtype), rules, checkpoint.tensors())
+    with explained(lambda: decoder_reasons(checkpoint.config, config, checkpoint)):
+        params = assemble(llama.abstract_params(config, dtype), rules, checkpoint.tensors())
     return Model(
         config,
         params,

@@ -54,20 +54,23 @@ _LISTED = 1000
 """Layers up to which the tensors that are missing are rather listed by name."""
 
 
-def check_layers(owner: str, num_layers: Any, tensors: Collection[Any]) -> None:
+def check_layers(
+    owner: str, num_layers: Any, tensors: Collection[Any], key: str = "num_hidden_layers"
+) -> None:
     """Refuses more layers than a checkpoint can have, before shapes of each are made.
 
     Args:
       owner: what the config describes.
       num_layers: as the config says it; what is no int is left to other checks.
       tensors: all that the checkpoint has, of which a layer has one at least.
+      key: of the config that says it.
 
     Raises:
       ValueError: there are fewer tensors than layers, and more than a thousand layers.
     """
     if isinstance(num_layers, int) and num_layers > max(len(tensors), _LISTED):
         raise ValueError(
-            f"{owner}: the config says {num_layers} layers, and the checkpoint has "
+            f"{owner}: the config says {num_layers} layers ({key}), and the checkpoint has "
             f"{len(tensors)} tensors, fewer than one for each. Take weights and config from the "
             "same model."
         )

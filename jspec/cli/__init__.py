@@ -13,6 +13,7 @@ import jax
 from jspec.cli import bench, bench_drafts, convert, generate, inspection
 from jspec.config import check_at_least
 from jspec.demo.assets import cache_folder
+from jspec.options import did_you_mean
 
 _INTERRUPTED = 130  # as a shell counts Ctrl-C
 _EXPLAINED = (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportError, MemoryError)
@@ -49,7 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if sys.stdout is None:  # Python found it closed
         sys.stdout = open(os.devnull, "w")
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [f"--{name.replace('_', '-')}" for name in vars(arguments)]
+        hint = did_you_mean(unknown[0].partition("=")[0], known)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}. {hint}".strip())
     _keep_compiled(cache_folder() / "compiled")
     try:
         code = arguments.run(arguments)

@@ -145,7 +145,7 @@ def _look(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, P
         if proposer.recognises(opened.config, opened.names)
     ]
     if {"model.embed_tokens.weight", "model.norm.weight"} <= set(opened.names):
-        config = ModelConfig.from_hf(opened.config)
+        config = checkpoint.model_config(opened)
         checkpoint.check_layers(str(path), config.num_layers, opened.names)
         return _target(config, methods), config, llama.abstract_params(config, dtype)
     if not methods:
@@ -174,7 +174,7 @@ def _tables(path: Path, dtype: DTypeLike) -> Model:
             raise ValueError(f"--target {path} holds a drafter. Pass the model that it drafts for.")
         return saved
     opened = checkpoint.read(path)
-    config = ModelConfig.from_hf(opened.config)
+    config = checkpoint.model_config(opened)
     checkpoint.check_layers(str(path), config.num_layers, opened.names)
     params = llama.abstract_params(config, dtype)
     wanted = {"model.embed_tokens.weight": "embed"}

@@ -228,7 +228,8 @@ def check_prompt(
     if len(array) > max_len:
         raise ValueError(
             f"{owner}: the prompt has {len(array)} tokens, wanted at most max_model_len = "
-            f"{max_len}. Shorten it, or raise CacheConfig.max_model_len."
+            f"{max_len}. Shorten it, or raise CacheConfig.max_model_len, up to what the model was "
+            "made for."
         )
     limit = INT32_MAX if vocab_size is None else vocab_size
     bad = (array < 0) | (array >= limit)

@@ -4,8 +4,7 @@ The first layer reads an embedding and a hidden state side by side; the residual
 hidden state alone. Source: arXiv 2503.01840, section 3.1.
 """
 
-import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.axes import AnyArray
 from jspec.cache import KVCache
-from jspec.config import ModelConfig, check_at_least, section
+from jspec.config import ModelConfig
 from jspec.models import weights
 from jspec.models.layers import (
     MLP,
@@ -30,8 +29,7 @@ from jspec.models.layers import (
     head_logits,
     rope_table,
 )
-from jspec.models.llama import DecoderLayer, HiddenId
-from jspec.rope import check_bool
+from jspec.models.llama import DecoderLayer
 from jspec.state import PagedView, Params
 
 
@@ -86,103 +84,6 @@ class Eagle3ModelConfig:
     def input_size(self) -> int:
         """Width of what is read of the target."""
         return max(self.num_fused, 1) * self.target_size
-
-    @classmethod
-    def from_hf(
-        cls, hf: Mapping[str, Any], tensors: Collection[str], *, num_fused: int
-    ) -> "Eagle3ModelConfig":
-        """Reads the config.json of a head.
-
-        Args:
-          hf: its content, in the form that `plain` returns.
-          tensors: names in the checkpoint; whether queries and keys are normed shows there alone.
-          num_fused: see `Eagle3ModelConfig`.
-
-        Raises:
-          ValueError: a size is missing or an option is not supported.
-        """
-        if hf.get("kv_lora_rank") is not None:
-            raise ValueError(
-                f"eagle3: {hf.get('architectures')} has latent attention (kv_lora_rank), which is "
-                "not supported, wanted layers of the Llama family. Take another head."
-            )
-        # Heads state the model type of their target, and are of the Llama form all the same.
-        llama = ModelConfig.from_hf({**hf, "model_type": "llama", "tie_word_embeddings": False})
-        qk_norm = any(name.endswith(".q_norm.weight") for name in tensors)
-        sizes = {"draft_vocab_size": llama.vocab_size, "target_hidden_size": llama.hidden_size}
-        sizes |= {key: hf[key] for key in sizes if hf.get(key) is not None}
-        check_at_least("eagle3", 1, **sizes)
-        options = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-        return cls(
-            decoder=dataclasses.replace(llama, qk_norm=qk_norm),
-            draft_vocab_size=sizes["draft_vocab_size"],
-            target_size=sizes["target_hidden_size"],
-            num_fused=num_fused,
-            **{key: switch(hf, key, False) for key in options},
-        )
-
-
-def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a head's config.json without the nesting of the speculators format.
-
-    Source: vLLM transformers_utils/configs/speculators/algos.py, update_eagle3.
-    """
-    if hf.get("speculators_model_type") is None:
-        return hf
-    layer = hf.get("transformer_layer_config")
-    if not isinstance(layer, Mapping):
-        raise ValueError(
-            f"eagle3: transformer_layer_config is {layer!r}, wanted an object with the head's "
-            "sizes. Fetch config.json again."
-        )
-    stated = {key: value for key, value in hf.items() if value is not None}
-    return {"norm_before_residual": True, **layer, **stated}
-
-
-def option(hf: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Reads an option that stands at the top level of config.json or in its `eagle_config`."""
-    for place in (hf, section(hf, "eagle_config")):
-        if place.get(key) is not None:
-            return place[key]
-    return default
-
-
-def switch(hf: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Reads an option that is on or off; see `option`."""
-    value = option(hf, key, default)
-    check_bool("eagle3", **{key: value})
-    return value
-
-
-def hidden_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[HiddenId, ...]:
-    """Returns which hidden states of its target a head reads, in their order.
-
-    Args:
-      hf: as `plain` returns it.
-      num_layers: layers of the target (L).
-
-    Raises:
-      ValueError: a layer is not there or named twice, or there are more or fewer than the head has
-        weights for.
-    """
-    if not switch(hf, "use_aux_hidden_state", True):
-        return ("norm",)
-    L = num_layers
-    ids = option(hf, "eagle_aux_hidden_state_layer_ids", [2, L // 2, L - 3])
-    known = isinstance(ids, list) and all(type(i) is int and 0 <= i <= L for i in ids)
-    if not known or not ids or len(set(ids)) != len(ids):
-        raise ValueError(
-            f"eagle3: eagle_aux_hidden_state_layer_ids is {ids} (by default 2, L // 2, L - 3), "
-            f"wanted different layers from 0 (the embedding) to the target's L = {L}. Load the "
-            "head with the target that it was trained for, or name its layers in config.json."
-        )
-    count = option(hf, "num_aux_hidden_states", len(ids))
-    if count != len(ids):
-        raise ValueError(
-            f"eagle3: num_aux_hidden_states is {count}, and the layers are {ids}. Name {count} "
-            "layers as eagle_aux_hidden_state_layer_ids in config.json."
-        )
-    return tuple(sorted(ids))
 
 
 class FirstLayer(nnx.Module):

@@ -267,21 +267,33 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+    """The gated feed-forward block: down(silu(gate(x)) * up(x)), each with or without a bias."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
         D, F = config.hidden_size, config.intermediate_size
         self.gate_up = nnx.Param(jnp.zeros((D, 2 * F), dtype))
         self.down = nnx.Param(jnp.zeros((F, D), dtype))
+        self.has_bias = config.mlp_bias
+        if config.mlp_bias:
+            self.gate_up_bias = nnx.Param(jnp.zeros(2 * F, dtype))
+            self.down_bias = nnx.Param(jnp.zeros(D, dtype))
 
     @staticmethod
     def rules(config: ModelConfig, name: str, path: tuple[str, ...]) -> Rules:
         """Places the tensors `{name}.gate_proj.weight` and so on below `path`."""
         D, F = config.hidden_size, config.intermediate_size
+        projections, bias = f"{name}.{{}}_proj", config.mlp_bias
+        gate_up, down = {"gate": F, "up": F}, {"down": D}
         return projection_rules(
-            f"{name}.{{}}_proj", (*path, "gate_up"), {"gate": F, "up": F}
-        ) | projection_rules(f"{name}.{{}}_proj", (*path, "down"), {"down": D})
+            projections, (*path, "gate_up"), gate_up, bias=bias
+        ) | projection_rules(projections, (*path, "down"), down, bias=bias)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate, up = jnp.split(x @ self.gate_up[...], 2, axis=-1)
-        return (jax.nn.silu(gate) * up) @ self.down[...]
+        gate_up = x @ self.gate_up[...]
+        if self.has_bias:
+            gate_up += self.gate_up_bias[...][None]
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        out = (jax.nn.silu(gate) * up) @ self.down[...]
+        if self.has_bias:
+            out += self.down_bias[...][None]
+        return out

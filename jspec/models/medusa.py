@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jspec.config import check_at_least
 from jspec.models import weights
 from jspec.models.layers import Place, Rules, head_logits
-from jspec.rope import check_above_0
+from jspec.options import check_above_0
 from jspec.state import Params
 
 _HEAD = re.compile(
