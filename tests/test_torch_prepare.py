@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.torch_golden import counts, device, ints, metadata, recorded, same, tensors  # noqa: E402
+from tests import recordings  # noqa: E402
+from tests.torch_golden import counts, device, ints, metadata, same, tensors  # noqa: E402
 from tests.torch_runner import no_waits  # noqa: E402
 from torch_bridge.prepare import Preparing  # noqa: E402
 
@@ -52,8 +53,9 @@ def batch_of(requests: dict[str, Request], vocab_size: int = 100) -> SimpleNames
 # --- the next token
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("eagle_prepare_next_token_padded"))
-def test_recorded_next_tokens_come_out_of_a_batch(given, want, scalars):
+@recordings.each_case("eagle_prepare_next_token_padded")
+def test_recorded_next_tokens_come_out_of_a_batch(case):
+    _, given, want, scalars = case
     backup = given["backup_next_token_ids"]
     names = [f"r{i}" for i in range(len(backup))]
     requests = {name: Request([7, 8, int(b)]) for name, b in zip(names, backup, strict=True)}
@@ -154,8 +156,9 @@ def test_on_the_host_an_unfinished_prefill_continues_with_its_next_prompt_token(
 # --- the rows
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("prepare_inputs"))
-def test_recorded_batches_come_out_with_and_without_rejected_rows(given, want, scalars):
+@recordings.each_case("prepare_inputs")
+def test_recorded_batches_come_out_with_and_without_rejected_rows(case):
+    _, given, want, scalars = case
     cad = metadata(given["query_start_loc"], given["seq_lens"], slots=given["slot_mapping"])
     before, values = vars(cad).copy(), copy.deepcopy(vars(cad))
     assert counts(cad) == scalars["padded"]
