@@ -101,10 +101,6 @@ class Values(Mapping[str, Any]):
             return value.astype(np.int32)
         return value
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns an array's shape, which is no read of its contents."""
-        return self._values[name].shape
-
     def __contains__(self, name: object) -> bool:
         return name in self._values
 
@@ -139,6 +135,7 @@ class Case(NamedTuple):
         return self.name
 
 
+@functools.cache
 def values(family: str) -> dict[str, Any]:
     """Returns all values of a family of arrays: arrays and scalars by key."""
     file = f"{family}.npz"
@@ -171,10 +168,16 @@ def cases(family: str, *, as_int32: bool = False) -> list[Case]:
 
 
 @functools.cache
-def largest(family: str, name: str, axis: int = 0) -> int:
-    """Returns the longest axis of an input over all cases of a family: what padding has to hold."""
-    shapes = [case.given.shape(name) for case in cases(family) if name in case.given]
-    return max(shape[axis] for shape in shapes)
+def largest(family: str, key: str, axis: int = 0) -> int:
+    """Returns the longest axis of an array over all cases of a family: what padding has to hold.
+
+    Args:
+      family: of arrays.
+      key: "in.<name>" or "out.<name>".
+      axis: of the array.
+    """
+    names = [name for name in values(family) if name.partition(".")[2] == key]
+    return max(values(family)[name].shape[axis] for name in names)
 
 
 def documents(file: str) -> list[Values]:
@@ -222,6 +225,13 @@ def _each(found: Callable[[], list], name_of: Callable[[Any], str], argument="ca
         return pytest.mark.recorded(pytest.mark.parametrize(argument, params)(test))
 
     return decorate
+
+
+def of_this_repository(test):
+    """Skips a test of what this repository's recordings hold where JSPEC_GOLDEN names others."""
+    is_other = FOLDER != Path(__file__).parent / "golden"
+    skip = pytest.mark.skipif(is_other, reason=f"counts what tests/golden holds, not {FOLDER}")
+    return pytest.mark.recorded(skip(test))
 
 
 # --- models

@@ -6,7 +6,6 @@ and the drafts are PAD.
 """
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -17,46 +16,33 @@ from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftingConfig, DraftModel
 from jspec.state import Batch
-from tests.conftest import GOLDEN
+from tests import recordings
 
 pytestmark = pytest.mark.any_device
 
-_DATA = dict(np.load(GOLDEN / "propose_loop.npz"))
-NAMES = _DATA["names"].tolist()
-ONE_OF_EACH_PATH = [
-    "eagle_decode_rejected",
-    "draft_model",
-    "eagle_parallel",
-    "draft_model_parallel",
-]
 NOT_WRITTEN = -4242
 POISON = 1_000_003
 
 
 class Case:
-    """A recorded call."""
+    """A recorded call, with its own copy of the inputs."""
 
-    def __init__(self, name):
-        key = f"c{NAMES.index(name):03d}."
-        for field, value in json.loads(str(_DATA["scalars"][NAMES.index(name)])).items():
-            setattr(self, field, value)
-        inputs = {k.removeprefix(key + "in."): v for k, v in _DATA.items() if k.startswith(key)}
-        self.inputs = inputs
+    def __init__(self, case: recordings.Case):
+        scalars = case.scalars
+        self.name, self.path, self.fwd = case.name, scalars["path"], scalars["fwd"]
+        self.num_speculative_tokens = scalars["num_speculative_tokens"]
+        self.block_size, self.max_model_len = scalars["block_size"], scalars["max_model_len"]
+        self.vocab_size = scalars["vocab_size"]
+        self.parallel_drafting_token_id = scalars["parallel_drafting_token_id"]
+        self.inputs = inputs = dict(case.given)
         self.start = inputs["query_start_loc"]
         self.num_requests = len(self.start) - 1
         no_rejections = np.zeros(self.num_requests, np.int32)
         self.num_rejected = inputs.get("num_rejected_tokens", no_rejections)
         self.last_index = self.start[1:] - 1 - self.num_rejected
         self.last_position = inputs["target_positions"][self.last_index].astype(np.int32)
-        self.drafts = _DATA[key + "out.draft_token_ids"]
-        self.forwards = [
-            {
-                k.removeprefix(f"{key}out.f{f}."): v
-                for k, v in _DATA.items()
-                if f"{key}out.f{f}." in k
-            }
-            for f in range(len(self.fwd))
-        ]
+        self.drafts = case.want["draft_token_ids"]
+        self.forwards = [dict(case.want.with_prefix(f"f{f}.")) for f in range(len(self.fwd))]
         self.shift = self.path.startswith("eagle")
         self.is_parallel = self.path.endswith("parallel")
         assert self.forwards[0]["input_ids"].size and len(inputs["next_token_ids"])

@@ -31,8 +31,8 @@ def test_every_recorded_case_comes_out_exactly(road, case):
     B = len(given["positions"])
     num_rows = scalars["input_batch_size"] or B
     family = "eagle_step_slot_mapping"  # padded alike, so that few kernels are compiled
-    most = recordings.largest(family, "positions") + 2
-    widest = recordings.largest(family, "block_table", axis=1)
+    most = recordings.largest(family, "in.positions") + 2
+    widest = recordings.largest(family, "in.block_table", axis=1)
     table = given["block_table"][:, : scalars["block_table_cols"]]
     num_steps = scalars["steps"] or 1
     last = given["positions"].max() + num_steps

@@ -31,9 +31,9 @@ def draw(rng, B: int, T: int, M: int, longest: int = 6):
 def test_every_recorded_case_comes_out_exactly(road, case):
     _, given, want, scalars = case
     family = "copy_and_expand_dflash_inputs"  # padded alike, so that few kernels are compiled
-    pad = recordings.largest(family, "next_token_ids") + 1
+    pad = recordings.largest(family, "in.next_token_ids") + 1
     num_rows = bucket(len(given["target_positions"]))
-    widest = recordings.largest(family, "block_table", axis=1)
+    widest = recordings.largest(family, "in.block_table", axis=1)
     B, T = len(given["next_token_ids"]), len(given["target_positions"])
     W = scalars["num_speculative_tokens"] + 1
     assert scalars["has_num_rejected"] == ("num_rejected_tokens" in given)

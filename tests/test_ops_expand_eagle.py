@@ -36,7 +36,7 @@ def test_every_recorded_case_comes_out_exactly(road, case):
     _, given, want, scalars = case
     family = "copy_and_expand_eagle_inputs"  # padded alike, so that few kernels are compiled
     T = bucket(len(given["target_token_ids"]))
-    B = recordings.largest(family, "query_end_loc") + 1
+    B = recordings.largest(family, "in.query_end_loc") + 1
     query_start, last_index = given["query_start_loc"], given["query_end_loc"]
     shift, num_slots = bool(scalars["shift_input_ids"]), scalars["num_padding_slots_per_request"]
     rows = run(

@@ -26,8 +26,8 @@ def draw(rng, B: int, W: int):
 def test_every_recorded_case_comes_out_exactly(road, case):
     _, given, want, scalars = case
     family = "eagle_prepare_next_token_padded"  # padded alike, so that few kernels are compiled
-    most = recordings.largest(family, "sampled_token_ids") + 2
-    widest = recordings.largest(family, "sampled_token_ids", axis=1)
+    most = recordings.largest(family, "in.sampled_token_ids") + 2
+    widest = recordings.largest(family, "in.sampled_token_ids", axis=1)
     B = len(given["discard_request_mask"])
     sampled = given["sampled_token_ids"][:, : scalars["width"]]
     token, num_valid = run(

@@ -24,7 +24,7 @@ def draw(rng, B: int):
 def test_every_recorded_case_comes_out_exactly(road, case):
     _, given, want, scalars = case
     assert not scalars
-    most = recordings.largest("eagle_prepare_inputs_padded", "cu_num_draft_tokens") + 2
+    most = recordings.largest("eagle_prepare_inputs_padded", "in.cu_num_draft_tokens") + 2
     B, query_start = len(given["cu_num_draft_tokens"]), given["query_start_loc"]
     last_index, num_rejected = run(
         sample_index,
