@@ -189,9 +189,14 @@ def documents(file: str) -> list[Values]:
     ]
 
 
-def each_case(family: str, *, as_int32: bool = False):
+def each_case(
+    family: str, *, as_int32: bool = False, only: Callable[[Case], bool] = lambda case: True
+):
     """Parametrises a test over the cases of a family of arrays, as `case`."""
-    return _each(lambda: cases(family, as_int32=as_int32), lambda case: case.name)
+    return _each(
+        lambda: [case for case in cases(family, as_int32=as_int32) if only(case)],
+        lambda case: case.name,
+    )
 
 
 def each_document(file: str, only: Callable[[Values], bool] = lambda case: True):
