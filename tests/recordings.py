@@ -206,9 +206,14 @@ def each_document(file: str, only: Callable[[Values], bool] = lambda case: True)
     )
 
 
-def each_model(*kinds: str):
-    """Parametrises a test over the recorded models of some kinds, as `name`."""
-    return _each(lambda: models(*kinds), str, "name", f"models of kind {', '.join(kinds)}")
+def each_model(*kinds: str, having: str = "prompt_0"):
+    """Parametrises a test over the models of some kinds that have an array, as `name`."""
+    return _each(
+        lambda: [name for name in models(*kinds) if having in expected(name)],
+        str,
+        "name",
+        f"{' or '.join(kinds)} models with {having}",
+    )
 
 
 def each_run():
@@ -287,10 +292,14 @@ def settings(name: str) -> dict[str, Any]:
 
 def target_of(name: str) -> str:
     """Returns the model that a recorded head drafts for: its README says "for `target`"."""
-    text = (MODELS / name / "README.md").read_text()
-    found = re.search(r"for `(\w+)`", text)
-    assert found, f"{name}/README.md names no target"
-    return found[1]
+    return readme(name, r"for `(\w+)`")[0]
+
+
+def readme(name: str, pattern: str) -> tuple[str, ...]:
+    """Returns what a pattern's groups find in the README of a recorded model."""
+    found = re.search(pattern, (MODELS / name / "README.md").read_text())
+    assert found, f"models/{name}/README.md says nothing like {pattern}"
+    return found.groups()
 
 
 def num_prompts(data: Values) -> int:
