@@ -100,9 +100,7 @@ def continuations_of(name):
     recorded, rng = load(recordings.MODELS / name), np.random.default_rng(20240229)
     B, chunk, pages = recorded.num_prompts, 7, recorded.pages
     tables = shuffled_tables(rng, B, pages, pages * B + 2)
-    num_tokens = [
-        len(text) - len(p) for text, p in zip(recorded.texts, recorded.prompts, strict=True)
-    ]
+    num_tokens = [len(recorded.data[f"continuation_{i}"]) for i in range(B)]
     texts = [list(prompt) for prompt in recorded.prompts]
     all_gaps = [[] for _ in texts]
     done, cache = [0] * B, recorded.new_cache()
