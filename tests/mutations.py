@@ -1,4 +1,4 @@
-"""Changes recorded values one at a time, to see whether a test turns red: `python -m tests.mutations`.
+"""Changes recorded values one at a time: does a test turn red? `python -m tests.mutations`.
 
 Of every result in every recording one element is changed, in memory (`tests/recordings.py`), and
 the tests that read it run again. A change that no test sees is printed, and the exit status is 1;
@@ -7,7 +7,9 @@ each has to be read by a test.
 """
 
 import argparse
+import contextlib
 import functools
+import io
 import math
 import os
 import random
@@ -15,7 +17,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,7 +44,6 @@ RESULTS = {
     "suffix_proposer.json.gz": r"steps\.(drafts|active_after|cached_after).*",
 }
 MODEL_INPUTS = r"prompt_\d+"
-MAX_MODEL_LEN_IS_AN_ARGUMENT = ("max_model_len",)
 
 
 class Value(NamedTuple):
@@ -77,9 +78,7 @@ def main() -> int:
     results = [value for value in wanted if value.is_result]
     seen, reads, num_changes = run(wanted, arguments)
     unseen = [value.label for value in results if value.label not in seen]
-    unread = sorted(
-        {v.label for v in wanted if not v.is_result and (v.file, v.key) not in reads}
-    )
+    unread = sorted({v.label for v in wanted if not v.is_result and (v.file, v.key) not in reads})
     for label in unseen:
         print(f"no test sees a change of {label}")
     for label in unread:
@@ -97,14 +96,16 @@ def run(wanted: list[Value], arguments: Any) -> tuple[set[str], set[tuple[str, s
     # Those of torch repeat what the others show, so that they come last.
     waiting = sorted(test_files(), key=lambda path: ("torch" in path.name, -path.stat().st_size))
     seen: set[str] = set()
-    reads: set[tuple[str, str]] = set()
+    reads: set[tuple[str, str]] = set()  # of arguments
     num_changes = 0
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         running = {}
         while waiting or running:
             while waiting and len(running) < arguments.jobs:
                 path = waiting.pop(0)
-                left = [value for value in wanted if value.label not in seen]
+                left = [v for v in wanted if not (v.label in seen or (v.file, v.key) in reads)]
+                if not any(names(path, value.file) for value in left):
+                    continue
                 task = pool.submit(check, str(path), left, arguments.elements, arguments.seed)
                 running[task] = path.name, time.monotonic()
             for task in wait(running, return_when=FIRST_COMPLETED).done:
@@ -121,16 +122,25 @@ def test_files() -> list[Path]:
     return [path for path in HERE.glob("test_*.py") if marks.search(path.read_text())]
 
 
+def names(path: Path, file: str) -> bool:
+    """Whether a test file reads a recording."""
+    kind = r"each_(model|run)\(" if file.startswith("models/") else re.escape(file.split(".")[0])
+    return re.search(kind, path.read_text()) is not None
+
+
 def check(path: str, wanted: list[Value], elements: int, seed: int):
     """Runs a test file, then again what reads each value with that value changed."""
     import pytest
 
     plugin = Mutations(wanted, elements, seed)
-    options = ["-p", "no:terminal", "-p", "no:xdist", "-m", "recorded and not gpu and not slow"]
-    pytest.main([path, *options], plugins=[plugin])
-    if plugin.failed:
-        raise AssertionError(f"fails as recorded: {', '.join(plugin.failed)}")
-    return plugin.seen, plugin.reads, plugin.num_changes
+    options = ["-qq", "-n", "0", "-m", "recorded and not gpu and not slow"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = pytest.main([path, *options], plugins=[plugin])
+    if status != pytest.ExitCode.OK or plugin.failed:
+        failed = ", ".join(plugin.failed)
+        raise AssertionError(f"{path} fails as recorded: {failed}\n{printed.getvalue()}")
+    results = {(value.file, value.key) for value in wanted if value.is_result}
+    return plugin.seen, plugin.reads - results, plugin.num_changes
 
 
 class Mutations:
@@ -200,7 +210,7 @@ def values() -> list[Value]:
             found += of_family(path.stem)
         elif path.suffix in (".json", ".gz"):
             found += of_documents(path.name)
-    for name in sorted([*recordings.models(*recordings.KINDS), *recordings.runs()]):
+    for name in sorted([*recordings.models(), *recordings.runs()]):
         file = f"models/{name}/expected.npz"
         data = recordings.expected(name)
         for key in data:
@@ -303,7 +313,11 @@ def other(x: Any) -> Any:
         return x + 0.01 * (1 + abs(x)) if math.isfinite(x) else 0.0
     if isinstance(x, str):
         digit = re.search(r"\d(?=\D*$)", x)
-        return x + "?" if digit is None else f"{x[: digit.start()]}{9 - int(digit[0])}{x[digit.end() :]}"
+        return (
+            x + "?"
+            if digit is None
+            else f"{x[: digit.start()]}{9 - int(digit[0])}{x[digit.end() :]}"
+        )
     return [7] if x == [] else {"7": 7} if x == {} else 7
 
 

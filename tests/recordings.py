@@ -241,7 +241,7 @@ def of_this_repository(test):
     """Skips a test of what this repository's recordings hold where JSPEC_GOLDEN names others."""
     is_other = FOLDER != Path(__file__).parent / "golden"
     skip = pytest.mark.skipif(is_other, reason=f"counts what tests/golden holds, not {FOLDER}")
-    return pytest.mark.recorded(skip(test))
+    return skip(test)
 
 
 # --- models
@@ -270,8 +270,11 @@ def _kind(folder: Path) -> str:
 
 
 def models(*kinds: str) -> list[str]:
-    """Lists the recorded models of some kinds: "target", "peagle", or a drafting method."""
-    return [name for name, kind in _kinds().items() if kind in kinds]
+    """Lists the recorded models of some kinds: "target", "peagle", or a drafting method.
+
+    Without kinds it lists all.
+    """
+    return [name for name, kind in _kinds().items() if kind in (kinds or [kind])]
 
 
 def runs() -> list[str]:
