@@ -5,6 +5,7 @@ The method is read off the checkpoint: every registered proposer says which ones
 
 import difflib
 import inspect
+import re
 from os import PathLike
 from pathlib import Path
 from typing import Any, overload
@@ -16,6 +17,9 @@ from jspec import proposers
 from jspec.checkpoint import Checkpoint, Model
 from jspec.config import check_float_dtype
 from jspec.proposers.base import Drafter, Proposer
+
+_LISTED = 24
+"""Names of tensors in an error."""
 
 _COMMON = ("dtype", "num_drafts")
 """Keywords of every proposer's `load`; the others are the method's options."""
@@ -161,11 +165,14 @@ def _recognise(checkpoint: Checkpoint, path: str | PathLike[str]) -> Proposer:
         )
     keys = ("architectures", "model_type", "speculators_model_type")
     config = {key: checkpoint.config[key] for key in keys if key in checkpoint.config}
-    names = ", ".join(checkpoint.names[:4]) or "none"
+    # Layers are listed together, so that a tensor that does not belong to the others is seen.
+    names = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in checkpoint.names)) or ["none"]
+    if len(names) > _LISTED:
+        names[_LISTED:] = ["..."]
     raise ValueError(
-        f"{path} is no drafter that jspec knows: config.json says {config}, tensors are {names}"
-        f"{', ...' if len(checkpoint.names) > 4 else ''}. If it is one of "
-        f"{', '.join(p.name for p in _loadable())}, pass method=."
+        f"{path} is no drafter that jspec knows: config.json says {config}, tensors are "
+        f"{', '.join(names)}. If it is one of {', '.join(p.name for p in _loadable())}, pass "
+        "method=."
     )
 
 

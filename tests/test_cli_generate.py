@@ -67,7 +67,7 @@ def test_chance_is_not_compared_token_by_token(folder, file, capfd):
     words += ["--drafter", folder, "--draft-sampling", "probabilistic"]
     result = texts(capfd, *words, "--verification", "block", "--compare-plain")
     assert result["identical_to_plain"] is None and result["speedup"] > 0
-    # The drafter is its own target: what it draws is kept, all but the drafts past a text's end.
+    # The drafter is its own target: what it draws is kept, but where rounding refuses it.
     assert result["acceptance_rate"] > 0.9
 
 

@@ -52,7 +52,8 @@ def test_the_bytes_of_a_recorded_drafter_are_those_that_init_holds(head, of, cap
     cache = jspec.CacheConfig(**SIZES)
     state = jspec.init(drafter.config, drafter.params, cache=cache, max_requests=3)
 
-    result = inspect(capfd, MODELS / head, "--target", MODELS / of, *WORDS, *method)
+    words = ["--target", MODELS / of, *WORDS, *method, "--dtype", "float32"]
+    result = inspect(capfd, MODELS / head, *words)
 
     of_target = jax.tree.leaves(target.params)
     whole, own = nbytes(state.params), nbytes(drafter.params, but=of_target)
@@ -64,6 +65,21 @@ def test_the_bytes_of_a_recorded_drafter_are_those_that_init_holds(head, of, cap
         assert result["bytes"]["buffers"] == 0
     assert result["method"] == jspec.proposers.of(drafter.config).name
     assert result["num_drafts"] == drafter.config.num_drafts
+
+
+@pytest.mark.parametrize(
+    "name,dtype",
+    [
+        *(("target_llama", "bfloat16"), ("target_llama_rope3", "float32")),
+        *(("eagle3_llama_aux", "float32"), ("dflash_qwen3", "bfloat16")),
+    ],
+)
+def test_a_folder_keeps_its_dtype(name, dtype, capfd):
+    of = "target_qwen3" if name.startswith("dflash") else "target_llama"
+    words = [] if name.startswith("target") else ["--target", MODELS / of]
+    as_it_is = inspect(capfd, MODELS / name, *words, *WORDS)
+    assert as_it_is["dtype"] == dtype
+    assert as_it_is == inspect(capfd, MODELS / name, *words, *WORDS, "--dtype", dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -98,7 +98,8 @@ def test_ties_go_to_the_lowest_target_id_whatever_the_order_of_draft_ids(rng):
     ids[:3] = sorted(set(range(128)) - set(ids))[:3][::-1]
     head = np.array(original[HEAD])
     head[1:3] = head[0]
-    shuffled = checkpoint("eagle3_llama", d2t=ids - np.arange(96), **{HEAD: head})
+    tables = {"d2t": ids - np.arange(96), "t2d": np.isin(np.arange(128), ids)}
+    shuffled = checkpoint("eagle3_llama", **tables, **{HEAD: head})
     config, params = load(shuffled)
     assert params["target_ids"].dtype == np.int32
     np.testing.assert_array_equal(params["target_ids"], np.sort(ids))
@@ -247,7 +248,7 @@ def test_a_head_is_recognised_by_its_architecture_or_its_first_layer(name):
         ({"drop": [HEAD]}, "no lm_head.weight, which scores its 96 draft ids.*complete"),
         ({"d2t": np.zeros(95, np.int64)}, r"d2t is int64 \[95\], wanted 96 ints.*Fetch"),
         ({"d2t": np.zeros(96)}, r"d2t is float64 \[96\], wanted 96 ints"),
-        ({"d2t": np.full(96, 33)}, r"each draft id to a token of its own, 0..127"),
+        ({"d2t": np.full(96, 33)}, r"a token of its own for each draft id, 0..127"),
         ({"d2t": -np.arange(96)}, "a token of its own"),
         ({HEAD: np.ones((95, 64))}, r"wrong shape: lm_head.weight \[95, 64\], wanted \[96, 64\]"),
         ({EMBED: np.ones((99, 64))}, r"wrong shape: embed_tokens.weight \[99, 64\]"),

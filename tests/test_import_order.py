@@ -61,4 +61,6 @@ def test_imports_go_downward_only(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_and_vllm_appear_in_the_bridge_only(path):
     roots = {name.split(".")[0] for name in imported(path)}
-    assert not roots & {"torch", "vllm", "torch_bridge"}
+    # The command hands folders that PyTorch pickled to the bridge, when it meets one.
+    allowed = {"torch_bridge"} if path == ROOT / "jspec" / "cli" / "convert.py" else set()
+    assert not roots & {"torch", "vllm", "torch_bridge"} - allowed

@@ -40,7 +40,7 @@ def test_the_two_recorded_file_formats_hold_the_same_tensors(tmp_path, target):
     folder = GOLDEN / "models" / "medusa_llama"
     for name in ("config.json", "medusa_lm_head.pt"):
         shutil.copy(folder / name, tmp_path)
-    with pytest.raises(FileNotFoundError, match="only medusa_lm_head.pt.*torch_bridge.convert"):
+    with pytest.raises(FileNotFoundError, match="only medusa_lm_head.pt.*jspec convert"):
         read(tmp_path)
     assert convert_medusa(tmp_path) == tmp_path / "medusa_lm_head.safetensors"
     ours, published = dict(read(tmp_path).tensors()), dict(read(folder).tensors())
@@ -116,6 +116,17 @@ def test_original_lm_head_is_one_matrix_for_all_heads(rng, target, name):
     drafter = load_stored(tensors, target, {"original_lm_head": True})
     np.testing.assert_array_equal(drafter.params["head"], tensors[name])
     assert "head" not in drafter.params["heads"]["0"]
+    tensors["lm_heads.1.weight"] = tensors[name] + 1
+    with pytest.raises(ValueError, match=f"{name} and lm_heads.1.weight differ.*original_lm_head"):
+        load_stored(tensors, target, {"original_lm_head": True})
+
+
+def test_a_token_map_of_a_vocabulary_that_is_not_truncated_is_not_read_in_silence(rng, target):
+    tensors = drawn(rng) | {"token_map": np.arange(V)}
+    assert "target_ids" not in load_stored(tensors, target).params
+    tensors["token_map"] = rng.permutation(V)
+    with pytest.warns(UserWarning, match="'token_map' of 128 ids is not read.*truncated_vocab_siz"):
+        assert "target_ids" not in load_stored(tensors, target).params
 
 
 def test_a_truncated_vocabulary_drafts_the_targets_ids(rng, target):
@@ -145,14 +156,15 @@ def test_a_truncated_vocabulary_without_a_proper_map_is_refused(rng, target):
     with pytest.raises(ValueError, match="has no 'token_map'"):
         load_stored(tensors, target, config)
     for wrong in ([1, 2, 3], [1, 2, 3, 3], [1, 2, 3, V], [-1, 2, 3, 4]):
-        with pytest.raises(ValueError, match=r"'token_map' is int64.*4 different ids"):
+        with pytest.raises(ValueError, match="'token_map' .*wanted 4 different ids"):
             load_stored(tensors | {"token_map": np.array(wrong)}, target, config)
     for size in (0, -1, 2.5, V + 1):
         with pytest.raises(ValueError, match="vocab_size"):
             load_stored(tensors, target, {"truncated_vocab_size": size})
     # A vocabulary that is not truncated needs no map and reads none.
     whole = drawn(rng) | {"token_map": np.arange(4)}
-    assert "target_ids" not in load_stored(whole, target, {"truncated_vocab_size": V}).params
+    with pytest.warns(UserWarning, match="'token_map' of 4 ids is not read"):
+        assert "target_ids" not in load_stored(whole, target, {"truncated_vocab_size": V}).params
 
 
 @pytest.mark.parametrize(

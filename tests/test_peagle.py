@@ -216,7 +216,8 @@ def test_a_head_that_fuses_nothing_keeps_its_mask_vector_as_it_is(rng):
     "changes, words",
     [
         ({"drop": ["mask_hidden"]}, "no mask_hidden.*pass parallel_drafting=False"),
-        ({"mask_hidden": np.ones((1, 1, 64))}, r"mask_hidden has shape \[1, 1, 64\].*192.*same"),
+        ({"mask_hidden": np.ones((1, 1, 64))}, r"mask_hidden is float64 \[1, 1, 64\].*192.*same"),
+        ({"mask_hidden": np.ones((1, 1, 192), np.uint8)}, r"mask_hidden is uint8 .*192 floats"),
         ({"config": {"ptd_token_id": None}}, "ptd_token_id.*Add"),
         ({"config": {"ptd_token_id": 128}}, "`mask_token` is 128.*vocab_size = 128.*trained"),
     ],

@@ -151,23 +151,72 @@ def damaged(entry):
 @pytest.mark.parametrize(
     "content,match",
     [
-        (b"\x02\0\0\0\0\0\0\0\xff\xff", "header cannot be read"),
-        (damaged([1, 2]), "header cannot be read"),
-        (damaged({"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}), "Convert the"),
-        (damaged({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}), "does not match"),
-        (damaged({"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}), "cannot be read"),
-        (damaged({"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}), "cannot be read"),
-        (damaged({"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}), "cannot be read"),
-        (damaged({"dtype": "F32", "shape": [2], "data_offsets": ["0", "8"]}), "cannot be read"),
-        (damaged({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}), "cannot be read"),
-        (b"\xa0\x86\x01\0\0\0\0\0" + b"[" * 100_000, "cannot be read"),
+        (b"\x02\0\0\0\0\0\0\0\xff\xff", "invalid UTF-8"),
+        (damaged([1, 2]), "invalid JSON"),
+        (damaged({"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}), "'x'.*Convert the"),
+        (damaged({"dtype": "NF4", "shape": [8], "data_offsets": [0, 8]}), "`NF4`"),
+        (damaged({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}), "invalid shape"),
+        (damaged({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}), "not fully covered"),
+        (damaged({"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}), "invalid type"),
+        (damaged({"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}), "invalid type"),
+        (damaged({"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}), "invalid value"),
+        (damaged({"dtype": "F32", "shape": [2**40] * 2, "data_offsets": [0, 8]}), "overflow"),
+        (damaged({"dtype": "F32", "shape": [2], "data_offsets": ["0", "8"]}), "invalid type"),
+        (damaged({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}), "invalid value"),
+        (b"\xa0\x86\x01\0\0\0\0\0" + b"[" * 100_000, "invalid JSON"),
     ],
 )
 def test_a_damaged_file_is_refused(content, match, save):
     folder = save()
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=f"model.safetensors.*{match}") as error:
         jspec.load(folder)
+    assert "\n" not in str(error.value)
+
+
+ENTRY = '"{}": {{"dtype": "F32", "shape": [2], "data_offsets": [{}, {}]}}'
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [ENTRY.format("x", 0, 8), ENTRY.format("x", 8, 16)],  # which of them is x?
+        [ENTRY.format("x", 0, 8), ENTRY.format("y", 4, 12)],
+        [ENTRY.format("x", 0, 8), ENTRY.format("y", 12, 20)],
+    ],
+    ids=["one name twice", "overlapping", "with a gap"],
+)
+def test_tensors_lie_side_by_side(entries, save):
+    header = f"{{{', '.join(entries)}}}".encode()
+    folder = save()
+    content = len(header).to_bytes(8, "little") + header + bytes(20)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="invalid offset.*Fetch the file again"):
+        jspec.load(folder)
+
+
+def test_every_element_type_and_shape_is_read_as_it_was_written(tmp_path, source, rng):
+    kinds = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
+    kinds += (np.int64, np.int32, np.int16, np.int8, np.uint8, np.bool_)
+    written = {np.dtype(kind).name: rng.integers(0, 2, (3, 5)).astype(kind) for kind in kinds}
+    written |= {"none": np.zeros((0, 4), np.float32), "one": np.array(3, np.float32)}
+    written |= {"naïve \n 名": np.arange(7, dtype=np.int8)}
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(written, tmp_path / "model.safetensors")
+    opened = checkpoint.read(tmp_path)
+    read = dict(opened.tensors())
+    assert set(opened.names) == written.keys() == read.keys()
+    for name, tensor in written.items():
+        assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape
+        np.testing.assert_array_equal(read[name], tensor)
+
+
+def test_what_was_read_outlives_its_file(save, tensors):
+    folder = save()
+    read = dict(checkpoint.read(folder).tensors())
+    (folder / "model.safetensors").unlink()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(read[name], tensor)
 
 
 def test_missing_files_are_named(tmp_path, config):
@@ -177,7 +226,10 @@ def test_missing_files_are_named(tmp_path, config):
         jspec.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match="pytorch_model.bin. Save the model in safetensors"):
+    with pytest.raises(FileNotFoundError, match="only pytorch_model.bin.*jspec convert"):
+        jspec.load(tmp_path)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "odd.bin")
+    with pytest.raises(FileNotFoundError, match="odd.bin. Save the model in safetensors"):
         jspec.load(tmp_path)
     with pytest.raises(ValueError, match="neither a folder nor a .gguf file"):
         jspec.load(tmp_path / "config.json")

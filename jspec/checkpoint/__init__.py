@@ -7,8 +7,9 @@ from typing import NamedTuple
 from jax.typing import DTypeLike
 
 from jspec.checkpoint.assemble import assemble
-from jspec.checkpoint.base import Checkpoint, check_layers
+from jspec.checkpoint.base import Checkpoint, check_layers, stored_dtype
 from jspec.checkpoint.safetensors import read_folder
+from jspec.checkpoint.weight_files import check_file
 from jspec.config import ModelConfig, check_float_dtype
 from jspec.models import llama
 from jspec.state import Params
@@ -21,6 +22,7 @@ __all__ = [
     "check_layers",
     "read",
     "read_folder",
+    "stored_dtype",
 ]
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -60,7 +62,7 @@ def read(path: str | PathLike[str]) -> Checkpoint:
     path = Path(path)
     if path.is_dir():
         return read_folder(path)
-    if not path.exists():
+    if not check_file(path):
         raise FileNotFoundError(
             f"{path} does not exist. Pass a Hugging Face model folder or a .gguf file."
         )

@@ -40,14 +40,14 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
     problems: list[str] = []
     seen: set[str] = set()
     for name, tensor in tensors:
+        if name in seen:
+            problems.append(f"repeated: {name} {list(tensor.shape)}")
+        seen.add(name)
         place = wanted.get(name)
         if place is None:
             if name not in rules and not name.endswith("rotary_emb.inv_freq"):
                 problems.append(f"unknown: {name} {list(tensor.shape)}")
             continue
-        if name in seen:
-            problems.append(f"repeated: {name} {list(tensor.shape)}")
-        seen.add(name)
         leaf = shapes[place.path]
         shape = _tensor_shape(leaf.shape, place)
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not is_float(tensor):

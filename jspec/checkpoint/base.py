@@ -1,5 +1,6 @@
 """What every checkpoint reader returns, whatever the file format."""
 
+import collections
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +28,21 @@ class Checkpoint(NamedTuple):
     chat_template: str | None
     stop_ids: tuple[int, ...]
     files: tuple[str, ...] = ()
+
+
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """Returns the float type that most numbers of a folder are stored in.
+
+    Args:
+      checkpoint: of a Hugging Face folder, whose tensors are not read here.
+
+    Returns:
+      "bfloat16", "float16", or else "float32".
+    """
+    sizes = collections.Counter({"float32": 0})
+    for _, tensor in checkpoint.tensors():
+        sizes[tensor.dtype.name] += tensor.size
+    return max(("float32", "bfloat16", "float16"), key=lambda name: sizes[name])
 
 
 _LISTED = 1000

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jspec.checkpoint import Model
 from jspec.checkpoint.new_folder import new_folder
 from jspec.checkpoint.safetensors import DTYPES
 from jspec.models.layers import Place, Rules
@@ -47,7 +48,7 @@ def write_folder(
     config: Mapping[str, Any],
     params: Params,
     rules: Rules,
-    texts: Mapping[str, str],
+    texts: Mapping[str, str | bytes],
     *,
     optional: Collection[str] = (),
 ) -> None:
@@ -68,8 +69,53 @@ def write_folder(
     with new_folder(folder) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         for name, text in texts.items():
-            (partial / name).write_text(text, "utf-8")
+            (partial / name).write_bytes(text.encode() if isinstance(text, str) else text)
         _write_safetensors(partial / "model.safetensors", tensors)
+
+
+def tokenizer_files(model: Model, bos_id: int | None) -> dict[str, bytes]:
+    """Writes what transformers reads a tokenizer from: its end token and chat template included.
+
+    Args:
+      model: what it belongs to; without a tokenizer.json there are no files.
+      bos_id: token that begins a text, None where there is none.
+
+    Returns:
+      The files' contents by name.
+    """
+    if model.tokenizer_json is None:
+        return {}
+    files = {"tokenizer.json": model.tokenizer_json}
+    ends = [*model.config.eos_token_ids, *model.stop_ids]
+    ids = {"bos_token": bos_id, "eos_token": ends[0] if ends else None}
+    texts = _token_texts(model.tokenizer_json)
+    special = {name: texts[token] for name, token in ids.items() if token in texts}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.config.max_positions,
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    files["tokenizer_config.json"] = json.dumps(settings, indent=2) + "\n"
+    files["special_tokens_map.json"] = json.dumps(special, indent=2) + "\n"
+    if model.chat_template is not None:
+        files["chat_template.jinja"] = model.chat_template
+    return {name: text.encode() for name, text in files.items()}
+
+
+def _token_texts(tokenizer_json: str) -> dict[Any, str]:
+    """Returns the text of each token by its id."""
+    try:
+        tokenizer = json.loads(tokenizer_json)
+        vocab = tokenizer.get("model", {}).get("vocab", {})
+        pairs = [(token, text) for text, token in vocab.items()] if isinstance(vocab, dict) else []
+        pairs = pairs or [(token, text) for token, (text, _) in enumerate(vocab)]  # Unigram
+        pairs += [(added["id"], added["content"]) for added in tokenizer.get("added_tokens", ())]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"tokenizer.json is no tokenizer ({error!r}). Fetch the file again."
+        ) from error
+    return dict(pairs)
 
 
 def _find(params: Params, rules: Rules, optional: Collection[str] = ()) -> dict[str, _Tensor]:

@@ -64,10 +64,9 @@ def read_hidden_states(path: str | PathLike[str]) -> HiddenStates:
       ValueError: it is damaged, or another kind of file.
     """
     try:
-        # The reader for numpy does not know bfloat16.
-        with safe_open(path, framework="flax") as file:
+        with safe_open(path, framework="numpy") as file:
             layers = json.loads((file.metadata() or {})["layers"])
-            tensors = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}
+            tensors = file.get_tensors()
         states = tensors["hidden_states"]
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(

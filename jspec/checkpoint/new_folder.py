@@ -1,6 +1,7 @@
 """New folders on disk that are there whole or not at all."""
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ def check_free(path: str | PathLike[str]) -> None:
 
     Raises:
       FileExistsError: something is there. NotADirectoryError: a parent is a file. PermissionError:
-        nothing can be made in the nearest parent.
+        nothing can be made in the nearest parent, and why.
     """
     path = Path(path).absolute()
     if os.path.lexists(path):
@@ -27,9 +28,9 @@ def check_free(path: str | PathLike[str]) -> None:
             f"{path} cannot be made: {above} is no folder. Write to another path."
         )
     if not os.access(above, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"{path} cannot be made: {above} is not yours to write. Write to another path."
-        )
+        is_read_only = hasattr(os, "statvfs") and os.statvfs(above).f_flag & os.ST_RDONLY
+        why = "lies on a read-only file system" if is_read_only else "is not yours to write"
+        raise PermissionError(f"{path} cannot be made: {above} {why}. Write to another path.")
 
 
 @contextlib.contextmanager
@@ -57,10 +58,22 @@ def new_folder(path: str | PathLike[str]) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         os.rename(partial, path)
-    except BaseException as error:
+    except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise OSError(
-                f"{path} was not written ({error}). Free some space, or write to another path."
-            ) from error
+        raise type(error)(f"{path} was not written ({error}). {remedy(error)}") from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def remedy(error: OSError) -> str:
+    """Says what helps against an error of the file system."""
+    # TensorStore passes the system's reason on as text.
+    full = {number: os.strerror(number) for number in _FULL}
+    if error.errno in full or any(reason in str(error) for reason in full.values()):
+        return "Free some space, or write to another path."
+    return "Write to another path."
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of a disk, a quota or a file that takes no more."""

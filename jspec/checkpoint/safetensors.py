@@ -1,11 +1,11 @@
 """Hugging Face model folders: config.json, safetensors shards, tokenizer.json.
 
-A safetensors file is an 8-byte little-endian length, a JSON header of that length with the dtype,
-shape and byte range of each tensor, then the data. We map tensor by tensor, where the safetensors
-package maps whole files: pages of tensors that are done with do not stay in memory.
+The safetensors package reads and checks the header of a file: a length of 8 bytes, JSON of that
+length, then the data without gaps. We map tensor by tensor, where the package maps whole files or
+copies: what only looks at shapes reads no data, and pages of tensors that are done with do not stay
+in memory.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from os import PathLike
@@ -14,9 +14,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jspec.checkpoint.base import Checkpoint
 from jspec.checkpoint.tokenizer import read_chat_template
+from jspec.checkpoint.weight_files import WeightFiles, check_folder, check_index, find_weights
 from jspec.config import check_at_least, read_json
 
 DTYPES: dict[str, np.dtype] = {
@@ -32,9 +34,6 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype("?"),
 }
 
-_SINGLE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
-"""Names of a file that holds all tensors; the second is that of FasterDecoding's Medusa heads."""
-
 _WITHOUT_WEIGHTS = ["ExtractHiddenStatesModel"]
 """Architectures of a folder that is all config."""
 
@@ -46,33 +45,39 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
       path: folder with config.json and model.safetensors (Medusa heads: or
         medusa_lm_head.safetensors), or the shards that model.safetensors.index.json lists.
         tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json are
-        read where they exist.
+        read where they exist. Weights are chosen as transformers does: one file before shards. What
+        is left beside them, and an index that its shards contradict, is warned of.
 
     Returns:
       The checkpoint. Headers have been checked; no tensor data has been read.
 
     Raises:
-      FileNotFoundError: the folder, its config.json or a weight file is missing.
-      ValueError: a file is truncated or not what its name says.
+      FileNotFoundError: the folder, its config.json or a weight file is missing, or a link to
+        nothing.
+      ValueError: a file is truncated or not what its name says, the folder is an adapter, or two
+        shards have the same tensor.
     """
     folder = Path(path)
-    config = _read_json(folder / "config.json")
+    check_folder(folder)
+    config = read_json(folder / "config.json")
     has_weights = config.get("architectures") != _WITHOUT_WEIGHTS
-    headers = {file: _read_header(file) for file in _weight_files(folder)} if has_weights else {}
+    found = find_weights(folder) if has_weights else WeightFiles([])
+    headers = {file: _read_header(file) for file in found.files}
+    check_index(folder, found, headers)
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         for file, header in headers.items():
             for name, (dtype, shape, offset) in header.items():
                 yield name, _view(file, dtype, shape, offset)
 
-    generation = _read_json(folder / "generation_config.json", optional=True)
+    generation = folder / "generation_config.json"
     return Checkpoint(
         config=config,
         names=tuple(name for header in headers.values() for name in header),
         tensors=tensors,
         tokenizer_json=_read_text(folder / "tokenizer.json"),
         chat_template=read_chat_template(folder),
-        stop_ids=_stop_ids(config, generation),
+        stop_ids=_stop_ids(config, read_json(generation) if generation.is_file() else {}),
         files=tuple(sorted(file.name for file in folder.iterdir())),
     )
 
@@ -84,96 +89,34 @@ def _read_text(file: Path) -> str | None:
         raise ValueError(f"{file} is no text ({error}). Fetch the file again.") from error
 
 
-def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
-    if file.is_file():
-        return read_json(file)
-    if optional:
-        return {}
-    raise FileNotFoundError(
-        f"{file} is missing. Pass a Hugging Face model folder: config.json, and "
-        "model.safetensors or shards with model.safetensors.index.json."
-    )
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for name in _SINGLE_FILES:
-        if (folder / name).is_file():
-            return [folder / name]
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        if (pickled := folder / "medusa_lm_head.pt").is_file():
-            raise FileNotFoundError(
-                f"{folder} has no {pickled.stem}.safetensors, only {pickled.name}, which may "
-                f"hold code. Convert it once, with PyTorch: python -m torch_bridge.convert {folder}"
-            )
-        found = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
-        raise FileNotFoundError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json, only: "
-            f"{found}. Save the model in safetensors form (save_pretrained does)."
-        )
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
-        raise ValueError(f"{index} has no weight_map (tensor -> shard). Fetch the file again.")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"{index} lists shards that are not there: {', '.join(missing)}. Fetch them, too."
-        )
-    return files
-
-
 def _read_header(file: Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]:
-    """Returns dtype, shape and file offset of each tensor, checked against the file's size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        data = 8 + length
-        if size < data:
-            raise ValueError(
-                f"{file} is truncated or no safetensors file: it has {size} bytes, and its header "
-                f"alone should end at {data}. Fetch the file again."
-            )
-        header = stream.read(length)
+    """Returns dtype, shape and offset in the file of each tensor.
+
+    Raises:
+      ValueError: the file is damaged, or a dtype is not supported.
+    """
     try:
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
-        fields = {name: _fields(entry) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        with safe_open(file, framework="numpy") as opened:
+            names = opened.offset_keys()
+            parts = {name: opened.get_slice(name) for name in names}
+    except SafetensorError as error:
+        why = str(error).removeprefix("Error while deserializing header: ")
         raise ValueError(
-            f"{file} is no safetensors file: its header cannot be read. Fetch the file again."
+            f"{file} is truncated or no safetensors file: {why}. Fetch the file again."
         ) from error
+    with file.open("rb") as stream:
+        offset = 8 + int.from_bytes(stream.read(8), "little")
     tensors = {}
-    for name, (dtype_name, shape, begin, end) in fields.items():
-        if data + end > size:
+    for name, part in parts.items():
+        kind, shape = part.get_dtype(), tuple(part.get_shape())
+        if kind not in DTYPES:
             raise ValueError(
-                f"{file} is truncated: tensor {name!r} ends at byte {data + end}, the file at "
-                f"{size}. Fetch the file again."
+                f"{file}: tensor {name!r} has dtype {kind}, wanted one of {', '.join(DTYPES)}. "
+                "Convert the checkpoint to one of these first."
             )
-        if dtype_name not in DTYPES:
-            raise ValueError(
-                f"{file}: tensor {name!r} has dtype {dtype_name}, wanted one of "
-                f"{', '.join(DTYPES)}. Convert the checkpoint to one of these first."
-            )
-        dtype = DTYPES[dtype_name]
-        if end - begin != dtype.itemsize * math.prod(shape):
-            raise ValueError(
-                f"{file}: tensor {name!r} of {dtype_name}{list(shape)} has bytes {begin} to {end}, "
-                "which does not match. Fetch the file again."
-            )
-        tensors[name] = (dtype, shape, data + begin)
+        tensors[name] = (DTYPES[kind], shape, offset)
+        offset += DTYPES[kind].itemsize * math.prod(shape)  # the library has refused gaps
     return tensors
-
-
-def _fields(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
-    """Reads a tensor's dtype, shape and byte range; ValueError unless they are what they should."""
-    dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    numbers = [*shape, begin, end]
-    if not isinstance(dtype_name, str) or any(type(n) is not int or n < 0 for n in numbers):
-        raise ValueError
-    return dtype_name, tuple(shape), begin, end
 
 
 def _view(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:

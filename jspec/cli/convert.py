@@ -7,12 +7,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jspec import checkpoint, proposers
 from jspec.checkpoint import Model
-from jspec.checkpoint.export import write_folder
+from jspec.checkpoint.export import tokenizer_files, write_folder
 from jspec.checkpoint.new_folder import check_free
+from jspec.checkpoint.weight_files import is_pickled
 from jspec.cli import drafters, models
 from jspec.config import read_json
 from jspec.loading import load
@@ -27,10 +29,22 @@ EXAMPLES = """examples:
   python -m jspec convert saved folder-again
   python -m jspec convert saved-head head-again --target path/to/folder
   python -m jspec convert model.gguf folder --to hf
+  python -m jspec convert folder-with-pytorch_model.bin folder-with-safetensors
 """
 
 _ORIGIN = "origin.json"
 """File beside a saved drafter: what its params do not say about the folder that it came from."""
+
+
+_TEXTS = "texts"
+"""Folder in a saved model: the files of `_OF_TEXT` that its source had."""
+
+_OF_TEXT = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("vocab.json", "merges.txt"),
+)
+"""Files of a Hugging Face folder that transformers makes tokenizer and generation from."""
 
 
 class _Origin(NamedTuple):
@@ -68,7 +82,9 @@ def add_to(commands: Any) -> None:
         help="the source is a drafter for this model; what both share is not written twice",
     )
     add("--method", help="--target: method of the drafter (default: the one that recognises it)")
-    add("--dtype", help="of the weights that are written (default: float32; saved: its own)")
+    add(
+        "--dtype", help="of the weights that are written (default: as in the source; GGUF: float32)"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -79,32 +95,53 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.target is None:
             raise ValueError("--method has no effect without --target. Leave it out.")
     source = models.find("source", arguments.source)
+    if is_pickled(source):
+        return _rewrite(source, destination, arguments)
     is_saved = models.is_saved(source)
     if is_saved and arguments.dtype is not None:
         raise ValueError(
             f"--dtype has no effect with {source}, which keeps the one that it was saved in. Leave "
             "it out."
         )
-    dtype = arguments.dtype or "float32"
-    models.check_dtype(dtype)
+    if arguments.dtype is not None:
+        models.check_dtype(arguments.dtype)
+    dtype = arguments.dtype or ("float32" if is_saved else models.dtype_of(source))
     target = None
     if arguments.target is not None:
         target = models.open_model(arguments.target, dtype, option="--target", quiet=True)
     found: Model | Drafter
     if target is not None:
-        found = drafters.open_drafter(source, target, method=arguments.method)
+        options: dict[str, Any] = {} if is_saved else {"dtype": dtype}
+        found = drafters.open_drafter(source, target, method=arguments.method, **options)
     else:
         found = restore(source) if is_saved else load(source, dtype)
     origin = _origin(source) if isinstance(found, Drafter) else None
+    texts = _texts(source, found)
     if (arguments.to or ("hf" if is_saved else "orbax")) == "orbax":
         save(destination, found, target=target)
-        if origin is not None:
-            _write_origin(destination, origin)
+        _write_beside(destination, origin, texts)
     elif isinstance(found, Model):
-        _write_model(destination, found)
+        content = found.config.to_hf() | {"torch_dtype": found.params["embed"].dtype.name}
+        write_folder(destination, content, found.params, llama.rules(found.config), texts)
     else:
-        _write_drafter(destination, found, origin)
+        _write_drafter(destination, found, origin, texts)
     print(f"{destination}: {_describe(found)}")
+    return 0
+
+
+def _rewrite(source: Path, destination: Path, arguments: argparse.Namespace) -> int:
+    """Writes a folder of pickles as one of safetensors, whatever model it holds."""
+    given = {"--to orbax": arguments.to == "orbax", "--target": arguments.target is not None}
+    given |= {"--method": arguments.method is not None, "--dtype": arguments.dtype is not None}
+    given = [option for option, is_given in given.items() if is_given]
+    if given:
+        raise ValueError(
+            f"{source} has pickled weights, which become safetensors first: {', '.join(given)} "
+            "has no effect on that. Leave it out, and convert the new folder with it."
+        )
+    from torch_bridge.convert import convert_folder  # where PyTorch is
+
+    print(f"{convert_folder(source, destination)}: the same tensors, as safetensors")
     return 0
 
 
@@ -117,27 +154,47 @@ def _origin(source: Path) -> _Origin | None:
     return _Origin(opened.config, opened.names)
 
 
-def _write_origin(folder: Path, origin: _Origin) -> None:
+def _texts(source: Path, found: Model | Drafter) -> dict[str, bytes]:
+    """Returns the files that make tokenizer and generation of a model, by name.
+
+    They are those of the source. What it lacks, as a GGUF file does, is written from a model.
+    """
+    folder = source / _TEXTS if models.is_saved(source) else source
+    texts = {}
+    if folder.is_dir():
+        texts = {
+            name: (folder / name).read_bytes() for name in _OF_TEXT if (folder / name).exists()
+        }
+    if isinstance(found, Drafter):
+        return texts
+    if "tokenizer_config.json" not in texts:
+        opened = None if models.is_saved(source) else checkpoint.read(source)
+        bos = None if opened is None else opened.config.get("bos_token_id")
+        bos = bos if isinstance(bos, int) else None
+        texts = tokenizer_files(found, bos) | texts
+    if "generation_config.json" not in texts and found.stop_ids:
+        generation = {"eos_token_id": list(found.stop_ids)}
+        texts["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
+    return texts
+
+
+def _write_beside(folder: Path, origin: _Origin | None, texts: Mapping[str, bytes]) -> None:
+    """Adds to a saved folder what its params do not say about the source."""
     try:
-        (folder / _ORIGIN).write_text(json.dumps(origin._asdict(), indent=1), "utf-8")
+        if origin is not None:
+            (folder / _ORIGIN).write_text(json.dumps(origin._asdict(), indent=1), "utf-8")
+        if texts:
+            (folder / _TEXTS).mkdir()
+        for name, text in texts.items():
+            (folder / _TEXTS / name).write_bytes(text)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # whole or not at all
         raise
 
 
-def _write_model(folder: Path, model: Model) -> None:
-    """Writes a target as a Hugging Face folder."""
-    content = model.config.to_hf() | {"torch_dtype": model.params["embed"].dtype.name}
-    generation = {"eos_token_id": list(model.stop_ids)}
-    texts = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
-    if model.tokenizer_json is not None:
-        texts["tokenizer.json"] = model.tokenizer_json
-    if model.chat_template is not None:
-        texts["chat_template.jinja"] = model.chat_template
-    write_folder(folder, content, model.params, llama.rules(model.config), texts)
-
-
-def _write_drafter(folder: Path, drafter: Drafter, origin: _Origin | None) -> None:
+def _write_drafter(
+    folder: Path, drafter: Drafter, origin: _Origin | None, texts: Mapping[str, bytes]
+) -> None:
     """Writes a drafter with the config.json and the tensor names of the folder it came from.
 
     Raises:
@@ -157,13 +214,17 @@ def _write_drafter(folder: Path, drafter: Drafter, origin: _Origin | None) -> No
         )
     table = proposer.rules(drafter.config, origin.names)
     rules = {name: table.get(name) for name in origin.names}
-    ids = [n for n, place in rules.items() if place is not None and place.path == ("target_ids",)]
+    maps = [n for n, place in rules.items() if place is not None and place.path == ("target_ids",)]
     if "target_ids" not in params:  # a map of each id to itself is not kept
-        rules |= dict.fromkeys(ids)
-    elif any(name.endswith("d2t") for name in ids):  # stored as what to add to a draft id
-        own = np.asarray(params["target_ids"])
-        params = params | {"target_ids": own - np.arange(len(own), dtype=own.dtype)}
-    write_folder(folder, origin.config, params, rules, {}, optional=("embed", "head"))
+        rules |= dict.fromkeys(maps)
+    elif any(name.endswith("d2t") for name in maps):  # stored as what to add to a draft id
+        ids = np.asarray(params["target_ids"])
+        params = params | {"target_ids": ids - np.arange(len(ids), dtype=ids.dtype)}
+    tables = ("embed", "head", "target_ids")  # the first two may be the target's
+    own = jax.tree.leaves({key: part for key, part in params.items() if key not in tables})
+    stated = {key: own[0].dtype.name for key in ("torch_dtype", "dtype") if key in origin.config}
+    content = {**origin.config, **stated}
+    write_folder(folder, content, params, rules, texts, optional=("embed", "head"))
 
 
 def _describe(found: Model | Drafter) -> str:

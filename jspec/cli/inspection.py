@@ -59,18 +59,19 @@ def add_to(commands: Any) -> None:
     add("--max-model-len", type=int, help="tokens of the longest one (default: the model's own)")
     add("--page-size", type=int, default=16, help="tokens in a KV page (default: 16)")
     add("--num-pages", type=int, help="KV pages (default: enough for all requests at full length)")
-    add("--dtype", help="of weights and KV pages (default: float32; saved: its own)")
+    add("--dtype", help="of weights and KV pages (default: as on disk; GGUF: float32)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    dtype = arguments.dtype or "float32"
-    models.check_dtype(dtype)
+    if arguments.dtype is not None:
+        models.check_dtype(arguments.dtype)
     if arguments.method is not None:
         proposers.find(arguments.method)
         if arguments.target is None:
             raise ValueError("--method has no effect without --target. Leave it out.")
     path = models.find("path", arguments.path)
+    dtype = arguments.dtype or ("float32" if models.is_saved(path) else models.dtype_of(path))
     result: dict[str, Any] = {"path": str(path), "form": _form(path)}
     if arguments.target is not None:
         target = _tables(models.find("--target", arguments.target), dtype)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from jspec import checkpoint
 from jspec.checkpoint import Model
 from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.demo.assets import fetch_smollm2
@@ -10,10 +11,18 @@ from jspec.loading import load
 from jspec.saving import restore
 
 
+def dtype_of(path: Path) -> str:
+    """Returns the dtype of a folder's weights; float32 for a GGUF file, whose are quantized."""
+    return checkpoint.stored_dtype(checkpoint.read(path)) if path.is_dir() else "float32"
+
+
 def check_dtype(dtype: str) -> None:
     """Raises ValueError for a `--dtype` that weights cannot have."""
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"--dtype is {dtype!r}, wanted float32 or bfloat16. Pass one of them.")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(
+            f"--dtype is {dtype!r}, wanted float32 or bfloat16 (float16 is taken, too). Pass one "
+            "of them."
+        )
 
 
 def find(option: str, name: str) -> Path:

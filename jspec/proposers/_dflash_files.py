@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jspec.checkpoint import Checkpoint, Model, assemble
 from jspec.checkpoint.sharing import own_or_shared
+from jspec.checkpoint.target_ids import read_d2t
 from jspec.config import ModelConfig, check_at_least, section
 from jspec.models import dflash
 from jspec.models.dflash import BlockConfig, Sight
@@ -23,7 +24,7 @@ from jspec.proposers._hf_config import architectures, num_drafts_of
 from jspec.rope import check_bool
 from jspec.state import Params
 
-_EMBED, _HEAD, _IDS = "embed_tokens.weight", "lm_head.weight", "d2t"
+_EMBED, _HEAD, _IDS, _INVERSE = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
 TABLES: Rules = {
     _EMBED: Place(("embed",)),
@@ -180,7 +181,7 @@ def params(config: BlockConfig, checkpoint: Checkpoint, target: Model, dtype: DT
     """
     own: dict[str, np.ndarray] = {}
     for name, tensor in checkpoint.tensors():
-        if dflash.rename(name) in (_EMBED, _HEAD, _IDS):
+        if dflash.rename(name) in (_EMBED, _HEAD, _IDS, _INVERSE):
             own[dflash.rename(name)] = tensor
     V, D, Vd = config.decoder.vocab_size, config.decoder.hidden_size, config.draft_vocab_size
     shared_embed = target.params["embed"]
@@ -202,21 +203,21 @@ def params(config: BlockConfig, checkpoint: Checkpoint, target: Model, dtype: DT
     tensors = ((dflash.rename(name), tensor) for name, tensor in checkpoint.tensors())
     loaded = assemble(template, dflash.rules(config), tensors)
     loaded["embed"] = own_or_shared(own.get(_EMBED), shared_embed, dtype)
-    loaded["head"] = own_or_shared(own.get(_HEAD), shared_head, dtype)
-    if Vd != V:
-        loaded["target_ids"] = jnp.asarray(_target_ids(own[_IDS], V))
+    own_head = own.get(_HEAD)
+    if _IDS in own or _INVERSE in own:
+        tables = own.get(_IDS), own.get(_INVERSE)
+        ids, order = read_d2t("dflash", *tables, num_ids=Vd, vocab_size=V)
+        if order is not None and config.refine is not None:
+            raise ValueError(
+                "dflash: d2t gives the draft ids another order than the target's, which a "
+                "candidate_selector does not support. Take a drafter without one or the other."
+            )
+        if order is not None:
+            own_head = np.asarray(shared_head if own_head is None else own_head)[order]
+        if Vd < V:
+            loaded["target_ids"] = jnp.asarray(ids)
+    loaded["head"] = own_or_shared(own_head, shared_head, dtype)
     return loaded
-
-
-def _target_ids(offsets: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Reads a table of target id less draft id."""
-    ids = np.arange(len(offsets)) + offsets.astype(np.int64)
-    if not np.all(np.diff(ids) > 0) or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ValueError(
-            f"dflash: d2t does not give ascending token ids below {vocab_size}: {ids[:8]}... "
-            "Fetch the checkpoint again."
-        )
-    return ids.astype(np.int32)
 
 
 def _setting(hf: Mapping[str, Any], key: str, default: Any = None) -> Any:

@@ -18,7 +18,9 @@ from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
 from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint.assemble import is_float
 from jspec.checkpoint.sharing import own_or_shared
+from jspec.checkpoint.target_ids import read_d2t
 from jspec.config import CacheConfig, ModelConfig
 from jspec.models import eagle3, llama
 from jspec.models.eagle3 import Eagle3ModelConfig
@@ -254,8 +256,14 @@ def load(
     params["embed"] = own_or_shared(apart.get(_EMBED), target.params["embed"], dtype)
     shared_head = target.params["embed" if target.config.tie_embeddings else "head"]
     own_head = apart.get(_HEAD)
-    if "d2t" in apart:
-        ids, order = _target_ids(apart["d2t"], model.draft_vocab_size, config.vocab_size)
+    if "d2t" in apart or "t2d" in apart:
+        ids, order = read_d2t(
+            "eagle3",
+            apart.get("d2t"),
+            apart.get("t2d"),
+            num_ids=model.draft_vocab_size,
+            vocab_size=config.vocab_size,
+        )
         if order is not None:
             own_head = np.asarray(shared_head if own_head is None else own_head)[order]
         if len(ids) < config.vocab_size:
@@ -268,7 +276,7 @@ def load(
 
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
-_APART = (_EMBED, _HEAD, "d2t", "mask_hidden")
+_APART = (_EMBED, _HEAD, "d2t", "t2d", "mask_hidden")
 """Tensors that are shared, sorted or fused before they become params."""
 
 
@@ -305,38 +313,15 @@ def _check_fits(config: Eagle3Config, target: Model, apart: Mapping[str, np.ndar
                 f"eagle3: the checkpoint has no {name}, which {why}. Load a complete checkpoint"
                 + (", or pass parallel_drafting=False." if name == "mask_hidden" else ".")
             )
-    if config.parallel_drafting and apart["mask_hidden"].size != model.input_size:
+    if not config.parallel_drafting:
+        return
+    mask = apart["mask_hidden"]
+    if mask.size != model.input_size or not is_float(mask):
         raise ValueError(
-            f"eagle3: mask_hidden has shape {list(apart['mask_hidden'].shape)}, wanted "
-            f"{model.input_size} numbers, as wide as what the head reads of the target. Take "
-            "weights and config.json from the same head."
+            f"eagle3: mask_hidden is {mask.dtype} {list(mask.shape)}, wanted {model.input_size} "
+            "floats, as wide as what the head reads of the target. Take weights and config.json "
+            "from the same head."
         )
-
-
-def _target_ids(
-    d2t: np.ndarray, num_ids: int, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the target id of each draft id, ascending, so that the lowest one wins ties.
-
-    Args:
-      d2t: [Vd] what to add to a draft id.
-      num_ids: draft ids (Vd).
-      vocab_size: target ids (V).
-
-    Returns:
-      (ids, order): int32 target ids; the draft id that each belonged to, None where that is the
-      order already.
-    """
-    is_table = d2t.shape == (num_ids,) and np.issubdtype(d2t.dtype, np.integer)
-    ids = np.arange(num_ids) + d2t.astype(np.int64) if is_table else np.empty(0)
-    if not is_table or ids.min() < 0 or ids.max() >= vocab_size or len(set(ids)) < num_ids:
-        raise ValueError(
-            f"eagle3: d2t is {d2t.dtype} {list(d2t.shape)}, wanted {num_ids} ints that lead from "
-            f"each draft id to a token of its own, 0..{vocab_size - 1}. Fetch the checkpoint again."
-        )
-    order = np.argsort(ids)
-    is_sorted = bool((order == np.arange(num_ids)).all())
-    return ids[order].astype(np.int32), None if is_sorted else order
 
 
 PROPOSER = Proposer(

@@ -4,6 +4,7 @@ There is no cache and no loop: head i reads the row of the last kept token and g
 in a tree, the nodes of level i. Source: arXiv 2401.10774; vLLM 0.20.0 v1/spec_decode/medusa.py.
 """
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jspec.axes import PAD_TOKEN
 from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
 from jspec.checkpoint.sharing import own_or_shared
+from jspec.checkpoint.target_ids import read_token_map
 from jspec.config import CacheConfig, check_at_least, flag
 from jspec.models import medusa
 from jspec.models.layers import Place, Rules
@@ -234,6 +236,8 @@ def load(
             )
     model = _heads_config(checkpoint.config, names, target, num_drafts=num_drafts, tree=tree)
     order = _token_map(checkpoint, model)
+    if model.shared_head:
+        _check_copies(checkpoint, model)
     template = medusa.abstract_params(model, dtype)
     shares = model.shared_head and not any(medusa.is_head(n, model.num_layers) for n in names)
     if shares:
@@ -273,7 +277,8 @@ def _heads_config(
     check_layers("medusa", num_layers, names)
     num_heads = tree.depth if tree else num_drafts or _number(config, "heads") or found
     if num_heads > found:
-        what = f"`tree` has {num_heads} levels" if tree else f"`num_drafts` is {num_heads}"
+        what = "`num_drafts` is" if num_drafts else "config.json has a number of heads,"
+        what = f"`tree` has {num_heads} levels" if tree else f"{what} {num_heads}"
         raise ValueError(
             f"medusa: {what}, and the checkpoint has {found} heads, one for each level of drafts. "
             f"Pass {'a tree of that depth' if tree else f'num_drafts={found}'} or less."
@@ -286,7 +291,7 @@ def _heads_config(
     check_above_0("medusa", logit_scale=logit_scale)
     V = target.config.vocab_size
     own_heads = any(name.startswith("lm_heads.") for name in names) or not any(
-        name.startswith(("blocks.", "lm_head.")) for name in names
+        name.startswith("blocks.") or name == "lm_head.weight" for name in names
     )
     return HeadsConfig(
         hidden_size=target.config.hidden_size,
@@ -326,26 +331,42 @@ def _token_map(
 
     Ascending, so that among equal logits the lowest of the target's ids wins.
     """
-    if model.draft_vocab_size is None:
-        return None
     stored = dict(checkpoint.tensors())
     ids = next((np.asarray(stored[n]) for n in stored if medusa.short_name(n) == TOKEN_MAP), None)
     size = model.draft_vocab_size
+    if size is None:
+        if ids is not None and not np.array_equal(ids, np.arange(model.vocab_size)):
+            warnings.warn(
+                f"medusa: {TOKEN_MAP!r} of {len(ids)} ids is not read: config.json has no "
+                "truncated_vocab_size below the target's vocabulary. Set it, or remove the table.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return None
     if ids is None:
         raise ValueError(
             f"medusa: truncated_vocab_size is {size}, below the target's {model.vocab_size}, and "
             f"the checkpoint has no {TOKEN_MAP!r} that says which tokens they are. Add it to the "
             "checkpoint: the target's id of each row, [truncated_vocab_size]."
         )
-    inside = ids.shape == (size,) and np.issubdtype(ids.dtype, np.integer)
-    inside = inside and ids.min() >= 0 and ids.max() < model.vocab_size
-    if not inside or len(np.unique(ids)) < size:
-        raise ValueError(
-            f"medusa: {TOKEN_MAP!r} is {ids.dtype}{list(ids.shape)}, wanted {size} different ids "
-            f"from 0 to {model.vocab_size - 1}. Take weights and config.json from the same heads."
-        )
-    rows = np.argsort(ids)
-    return ids[rows].astype(np.int32), rows
+    found = read_token_map("medusa", TOKEN_MAP, ids, num_ids=size, vocab_size=model.vocab_size)
+    return found.ids, np.arange(size) if found.order is None else found.order
+
+
+def _check_copies(checkpoint: Checkpoint, model: HeadsConfig) -> None:
+    """Refuses output matrices that differ where one is to serve all heads."""
+    given = [
+        (name, tensor)
+        for name, tensor in checkpoint.tensors()
+        if medusa.is_head(medusa.short_name(name), model.num_layers)
+    ]
+    for name, tensor in given[1:]:
+        if not np.array_equal(tensor, given[0][1]):
+            raise ValueError(
+                f"medusa: one output matrix serves all heads (original_lm_head), and {given[0][0]} "
+                f"and {name} differ. Set original_lm_head to false in config.json, or remove the "
+                "one that is wrong."
+            )
 
 
 def _truncated(
