@@ -26,11 +26,13 @@ ROPES = {"plain": RopeConfig(), "mrope": RopeConfig(mrope_section=(2, 1, 1))}
 def configs(rope):
     """Heads that draft in chains, by name."""
     model = ModelConfig.tiny(rope=ROPES[rope])
-    eagle3 = jspec.Eagle3Config.tiny()
+    eagle, eagle3 = jspec.EagleConfig.tiny(), jspec.Eagle3Config.tiny()
     decoder = dataclasses.replace(eagle3.model.decoder, rope=ROPES[rope])
     modules = dataclasses.replace(model, num_layers=2)
     return {
-        "eagle": dataclasses.replace(jspec.EagleConfig.tiny(), num_drafts=K, model=model),
+        "eagle": dataclasses.replace(
+            eagle, num_drafts=K, model=dataclasses.replace(eagle.model, rope=ROPES[rope])
+        ),
         "eagle3": dataclasses.replace(
             eagle3, num_drafts=K, model=dataclasses.replace(eagle3.model, decoder=decoder)
         ),

@@ -241,7 +241,8 @@ def test_lookups_on_the_host_compile_at_construction_alone():
     with numba.core.event.install_recorder("numba:compile") as recorder:
         for i, width in enumerate((np.int32, np.int64)):
             lengths = np.repeat(np.array([6, 0, 6, 0], width), 2)
-            tables = known, np.asfortranarray(known), known[::-1], torch.from_numpy(known)
+            assert ngram.propose(sampled, lengths, np.asfortranarray(known)) == [[1, 2, 3]] * 2
+            tables = known, known[::-1], torch.from_numpy(known)
             for j, table in enumerate(tables):
                 for counts in (lengths[:2], lengths[::4], torch.from_numpy(lengths[:2])):
                     drafts = ngram.propose(sampled, counts, table)
