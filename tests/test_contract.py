@@ -280,3 +280,28 @@ def test_a_released_slot_forgets_its_request(name):
     again = drafts_of(state, [row])
     state = jspec.admit(empty(name), 0, [8, 6])
     assert_same(again, drafts_of(state, [row]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_and_limits_go_by_the_place_whatever_the_axes_are(name):
+    """Positions of three axes (M-RoPE) turn keys; slots, histories and lengths know the place."""
+    scheduled, verified = layout(empty(name))
+    far = scheduled.positions + np.int32(2 * CACHE.max_model_len)
+    axes = dataclasses.replace(
+        scheduled, positions=np.stack([far, far, far]), token_index=scheduled.positions
+    )
+    if name in ("draft_model", "dflash"):
+        with pytest.raises(NotImplementedError, match="M-RoPE.*Draft .*with a chain"):
+            jspec.step(fresh(name), axes, verified)
+        return
+    states, drafts = zip(
+        *(jspec.step(fresh(name), step, verified) for step in (scheduled, axes)), strict=True
+    )
+    np.testing.assert_array_equal(drafts[0].num_drafts, drafts[1].num_drafts)
+    wanted, got = (jax.tree.leaves(state.memory) for state in states)
+    assert len(wanted) == len(got)
+    for a, b in zip(wanted, got, strict=True):
+        if isinstance(a, jax.Array | np.ndarray):  # the trees of suffix decoding are no array
+            np.testing.assert_array_equal(np.asarray(a) != 0, np.asarray(b) != 0)
+    if name in ("ngram", "ngram_gpu", "suffix"):
+        np.testing.assert_array_equal(drafts[0].tokens, drafts[1].tokens)
