@@ -290,6 +290,7 @@ def test_a_longer_model_drafts_what_the_first_pass_past_the_limit_did(case):
     np.testing.assert_array_equal(record["best_token"][0][rows], tokens)
 
 
+@pytest.mark.slow
 @recordings.of_this_repository
 @pytest.mark.parametrize("name", ["eagle_decode_rejected", "draft_model_parallel"])
 def test_every_forward_is_as_recorded_without_jit(name):

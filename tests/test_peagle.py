@@ -152,6 +152,7 @@ def parallel_contract(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("parallel_contract")
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_contract_of_drafters_holds(rule):

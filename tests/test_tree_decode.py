@@ -18,6 +18,7 @@ from jspec.tree import DynamicTree, Tree
 from tests import recordings
 from tests.counting import backend_compiles
 from tests.heads import PAGE_SIZE, checkpoint, pages_of, recorded_batch, target_of
+from tests.marks import slow_ones
 from tests.test_lossless import CACHE, OPTIONS, PROMPTS, pair, plain, record
 
 pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("quick_compilation")]
@@ -45,7 +46,13 @@ def best_path(drafts, parents, continuation):
     return best, last
 
 
-@pytest.mark.parametrize("name, tree", [("eagle", UNEVEN), ("eagle3", DYNAMIC), ("medusa", UNEVEN)])
+@pytest.mark.parametrize(
+    "name, tree",
+    slow_ones(
+        [("eagle", UNEVEN), ("eagle3", DYNAMIC), ("medusa", UNEVEN)],
+        lambda name, tree: name != "eagle",
+    ),
+)
 def test_greedy_output_is_that_of_plain_decoding(name, tree, rng):
     """Prompts of 1 to 20 tokens, read in chunks, over shuffled pages, up to max_model_len."""
     model, drafter = tree_pair(name, tree)
@@ -59,6 +66,7 @@ def test_greedy_output_is_that_of_plain_decoding(name, tree, rng):
     assert max(longest) == CACHE.max_model_len
 
 
+@pytest.mark.slow
 def test_each_step_accepts_the_longest_path_that_the_target_agrees_with():
     """So a tree gets at least what any of its chains gets on the same context."""
     model, drafter = tree_pair("eagle", UNEVEN)
@@ -78,7 +86,7 @@ def test_each_step_accepts_the_longest_path_that_the_target_agrees_with():
     assert by_other_branches > 0 and deeper > 0
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("name", slow_ones(["eagle", "eagle3"], lambda name: name == "eagle3"))
 def test_a_chain_written_as_a_tree_drafts_and_accepts_what_the_chain_does(name):
     model, chain = pair(name, 3)
     _, tree = tree_pair(name, Tree.chain(3))
