@@ -1,16 +1,13 @@
-"""Attention metadata for tests: recorded cases, and batches whose padding misleads."""
+"""Attention metadata for tests, and batches whose padding misleads."""
 
 import contextlib
-import json
 
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
-import pytest
 
 from jspec.metadata import CommonAttentionMetadata
-from tests.conftest import GOLDEN
 
 POISON = 1_000_003
 
@@ -21,22 +18,6 @@ SHAPE = {"num_requests": 6, "num_rows": 27}
 def ints(*values) -> np.ndarray:
     """Makes an int32 array."""
     return np.array(values, np.int32)
-
-
-def recorded(family: str):
-    """Lists the cases of a golden file: (name, inputs, outputs, scalars), integers as int32."""
-    with np.load(GOLDEN / f"{family}.npz") as data:
-        cases = []
-        for index, name in enumerate(data["names"]):
-            sides = {"in": {}, "out": {}}
-            for key in data.files:
-                if key.startswith(f"c{index:03d}."):
-                    _, side, field = key.split(".", 2)
-                    value = data[key]
-                    sides[side][field] = value.astype(np.int32) if value.dtype == "int64" else value
-            scalars = json.loads(str(data["scalars"][index]))
-            cases.append(pytest.param(sides["in"], sides["out"], scalars, id=str(name)))
-    return cases
 
 
 def metadata_of(query_start, seq_lens, table=None, slots=None, **counts) -> CommonAttentionMetadata:

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import os
-import re
 from pathlib import Path
 
 import jax
@@ -35,44 +34,9 @@ settings.load_profile("jspec")
 GOLDEN = Path(__file__).parent / "golden"
 
 
-# Further cases of what a quicker test shows already: `make test-all` runs them, too.
-_SLOW = re.compile(
-    r"""
-    test_contract(_boundary)?\.py .* ((sampled|parallel) \] | \[ eagle \])
-    | test_tree_contract\.py
-    | test_peagle\.py::test_the_contract
-    | test_lossless\.py::test_greedy .* \[ ([12]- | .*-[12]\])
-    | test_lossless\.py::test_neighbours .* \[ (?!eagle3|mtp)
-    | test_lossless\.py::test_a_draft_model .* \[ [128] \]
-    | test_sampled_decode\.py::test_ (neighbours | a_drafter_that_is | texts | timed)
-    | test_sampled_decode\.py::test_matched .* \[ (ngram|draft_model) \]
-    | test_tree_decode\.py::test_ (each_step | a_chain .* \[eagle3 | greedy .* \[(eagle3|medusa))
-    | test_adaptive_decode\.py::test_random .* \[ (ngram_gpu|suffix|tree) \]
-    | test_adaptive_decode\.py::test_drafts_kept .* \[ block \]
-    | test_adaptive_decode\.py::test_a_loop_measures .* \[ (eagle|tree) \]
-    | test_chi_square\.py::test_texts .* 0\.7
-    | test_transcripts\.py .* tokens
-    | test_orbax\.py::test_every_recorded .* \[ (?!eagle3_llama\])
-    | test_cli_convert\.py::test_a_recorded_ (model|drafter) .* \[ (?!target_qwen3\]|eagle3_llama-)
-    | test_sampled_decode\.py::test_a_warmed
-    | test_adaptive_decode\.py::test_ (random .* \[eagle | steps_without)
-    | test_accepted_tokens\.py::test_tokens .* \[ (adaptive|sampled)
-    | test_cli_generate\.py::test_ (chance | saved_folders)
-    | test_cli_bench\.py::test_every_method .* False
-    | test_cli\.py::test_a_drafter_from_disk .* \[ (?!eagle3)
-    | test_eagle3\.py::test_the_target_gives .* \[ (?!eagle3_llama\])
-    | test_draft_loop\.py .* without_jit
-    | test_mtp_in_turn\.py::test_modules .* \[ (1-3|3-8) \]
-    """,
-    re.VERBOSE,
-)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
-        if _SLOW.search(item.nodeid):
-            item.add_marker(pytest.mark.slow)
         if jax.default_backend() == "gpu" and item.get_closest_marker("any_device"):
             item.add_marker(pytest.mark.gpu)
 

@@ -11,7 +11,7 @@ import jspec
 from jspec.checkpoint import Checkpoint, read
 from jspec.models import medusa
 from jspec.proposers.medusa import PROPOSER
-from tests.conftest import GOLDEN
+from tests import recordings
 from tests.steps import Row, make_step
 
 NAMES = ["medusa_llama", "medusa_llama_vllm", "medusa_llama_vllm_trunc"]
@@ -23,11 +23,11 @@ D, V = 64, 128  # of the recorded target
 @functools.cache
 def load_target():
     """The model that the recorded heads are for."""
-    return jspec.load(GOLDEN / "models" / "target_llama", "float32")
+    return jspec.load(recordings.MODELS / "target_llama", "float32")
 
 
 def load(name, target, **options):
-    return PROPOSER.load(read(GOLDEN / "models" / name), target, dtype="float32", **options)
+    return PROPOSER.load(read(recordings.MODELS / name), target, dtype="float32", **options)
 
 
 def stored(config, tensors):
@@ -60,7 +60,7 @@ def logits(drafter, hidden, index):
     ids = drafter.params.get("target_ids")
     if ids is None:
         return np.asarray(out)
-    wide = np.full((len(hidden), V), -np.inf, np.float32)
+    wide = np.full((len(hidden), drafter.config.vocab_size), -np.inf, np.float32)
     wide[:, np.asarray(ids)] = out
     return wide
 

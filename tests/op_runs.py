@@ -1,9 +1,7 @@
-"""Runs an op by each of its roads, and reads the recorded cases of the ops."""
+"""Runs an op by each of its roads."""
 
 import contextlib
 import functools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -57,27 +55,9 @@ def assert_same(got, want) -> None:
         np.testing.assert_array_equal(x, np.asarray(y).reshape(x.shape), err_msg=str(name))
 
 
-def recorded(family: str, *, few_for_kernels: bool = True) -> list:
-    """Reads a golden file as parameters (road, inputs, outputs, scalars), with the cases' names.
-
-    Where each case compiles anew, kernels get the adversarial ones and a twentieth of the rest.
-    """
-    data = np.load(Path(__file__).parent / "golden" / f"{family}.npz")
-    cases = []
-    for i, (name, scalars) in enumerate(zip(data["names"], data["scalars"], strict=True)):
-        parts = {"in": {}, "out": {}}
-        for key in data.files:
-            case, _, field = key.partition(".")
-            if case == f"c{i:03d}":
-                kind, _, field = field.partition(".")
-                parts[kind][field] = data[key]
-        for road in ROADS:
-            road, marks = (road, ()) if isinstance(road, str) else (road.values[0], road.marks)
-            random = few_for_kernels and str(name).startswith("rand")
-            if road == "xla" or not random or i % 20 == 0:
-                case = (road, parts["in"], parts["out"], json.loads(str(scalars)))
-                cases.append(pytest.param(*case, id=f"{road}-{name}", marks=marks))
-    return cases
+def bucket(size: int) -> int:
+    """Returns a power of two with room for `size` and for padding: few kernels are compiled."""
+    return 1 << max(size, 31).bit_length()
 
 
 def padded(array: np.ndarray, *shape: int, value: int = POISON) -> np.ndarray:

@@ -14,6 +14,7 @@ from jspec.proposers.base import Drafter
 from jspec.proposers.draft_model import DraftModelConfig
 from jspec.scheduling import Scheduler
 from jspec.state import Drafts
+from tests.marks import slow_ones
 from tests.test_lossless import CACHE, OPTIONS, PROMPTS, plain, target
 from tests.test_sampled_decode import MIXED, twin
 from tests.test_tree_decode import UNEVEN, tree_pair
@@ -169,7 +170,12 @@ def loop(name):
     return *always_right(), {}, {}
 
 
-@pytest.mark.parametrize("name", ["chain", "adaptive", "tree", "sampled"])
+@pytest.mark.parametrize(
+    "name",
+    slow_ones(
+        ["chain", "adaptive", "tree", "sampled"], lambda name: name in ("adaptive", "sampled")
+    ),
+)
 def test_tokens_are_passes_and_accepted_drafts_however_requests_end(name):
     """By stop tokens inside drafts, by max_tokens and by the longest length of a request."""
     model, drafter, options, of_plain = loop(name)

@@ -16,6 +16,7 @@ from jspec.proposers.base import Drafter
 from jspec.proposers.draft_model import DraftModelConfig
 from jspec.scheduling import Scheduler
 from tests.counting import backend_compiles
+from tests.marks import slow_ones
 from tests.test_lossless import (
     NUM_SCORED,
     OPTIONS,
@@ -78,7 +79,10 @@ def drafter_of(name):
     return target(ModelConfig.tiny()), Drafter(find(name).Config(num_drafts=K, **lookup), None)
 
 
-@pytest.mark.parametrize("name", ["ngram", "ngram_gpu", "suffix", "eagle", "tree"])
+@pytest.mark.parametrize(
+    "name",
+    slow_ones(["ngram", "ngram_gpu", "suffix", "eagle", "tree"], lambda name: name != "ngram"),
+)
 def test_random_numbers_of_drafts_change_neither_output_nor_executables(
     name, at_random, rng, monkeypatch
 ):
@@ -102,6 +106,7 @@ def test_random_numbers_of_drafts_change_neither_output_nor_executables(
         assert set(at_random[-1].caps) > {0, 1}
 
 
+@pytest.mark.slow
 def test_steps_without_drafts_keep_what_the_drafter_knows_of_the_context(at_random):
     """A draft model that is the target stays right, so its cache has no gap and no leftover."""
     model = target(ModelConfig.tiny())
@@ -193,7 +198,9 @@ def test_a_loop_soon_stops_verifying_drafts_that_are_always_wrong():
     assert 0 < report.stats.num_drafts < 12
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle", "tree"])
+@pytest.mark.parametrize(
+    "name", slow_ones(["ngram", "eagle", "tree"], lambda name: name != "ngram")
+)
 def test_a_loop_measures_its_costs_before_it_starts(name):
     model, drafter = drafter_of(name)
     engine = Engine(model, PROMPTS, *drafter, **OPTIONS, drafting=Adaptive())
@@ -247,7 +254,7 @@ def test_half_a_tree_is_no_level():
         jspec.generate(model, PROMPTS, *drafter, **OPTIONS, drafting=Adaptive(levels=(0, 3)))
 
 
-@pytest.mark.parametrize("verification", BY_CHANCE)
+@pytest.mark.parametrize("verification", slow_ones(BY_CHANCE, lambda name: name == "block"))
 def test_drafts_kept_by_chance_are_drafted_as_they_pay(verification):
     """A target that drafts for itself keeps every draft; another drafter spoils no greedy text."""
     costs = Costs({3: 1.0, 6: 1.1, 9: 1.2, 12: 1.6}, {0: 0.0, 1: 0.3, 2: 0.5, 3: 0.9})

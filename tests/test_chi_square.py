@@ -13,6 +13,7 @@ import pytest
 
 from jspec import rejection, sampling, verify
 from jspec.axes import PAD_TOKEN
+from tests.marks import slow_ones
 
 pytestmark = pytest.mark.any_device
 
@@ -127,7 +128,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", slow_ones([0.7, 1.0], lambda heat: heat < 1))
 @pytest.mark.parametrize("method, with_probs", METHODS)
 def test_texts_have_the_targets_own_distribution(method, with_probs, temperature):
     texts = right_program(method, with_probs)(temperature)

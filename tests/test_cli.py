@@ -11,6 +11,7 @@ import pytest
 
 from jspec import cli, measure
 from tests.conftest import GOLDEN
+from tests.marks import slow_ones
 from tests.text_models import with_tokenizer
 
 KEYS = {
@@ -76,13 +77,16 @@ def test_json_is_one_object_with_every_key(folder, capfd, method):
 
 @pytest.mark.parametrize(
     "head,method,words,num_drafts",
-    [
-        ("eagle1_llama", "eagle", [], 5),
-        ("eagle3_llama", "eagle3", ["--method", "eagle3", "--num-drafts", 3], 3),
-        ("medusa_llama", "medusa", ["--num-drafts", 2], 2),
-        ("medusa_llama", "medusa", ["--tree", "[(0,),(1,),(0,0)]"], 3),
-        ("draft_llama_small", "draft_model", ["--num-drafts", 1], 1),
-    ],
+    slow_ones(
+        [
+            ("eagle1_llama", "eagle", [], 5),
+            ("eagle3_llama", "eagle3", ["--method", "eagle3", "--num-drafts", 3], 3),
+            ("medusa_llama", "medusa", ["--num-drafts", 2], 2),
+            ("medusa_llama", "medusa", ["--tree", "[(0,),(1,),(0,0)]"], 3),
+            ("draft_llama_small", "draft_model", ["--num-drafts", 1], 1),
+        ],
+        lambda head, *_: head != "eagle3_llama",
+    ),
 )
 def test_a_drafter_from_disk_decodes_the_same_text(target, capfd, head, method, words, num_drafts):
     words = ["--model", target, "--drafter", GOLDEN / "models" / head, *words, "--json"]

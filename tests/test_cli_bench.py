@@ -10,6 +10,7 @@ from jspec import REGISTRY, cli, measure, replay
 from jspec.cli import bench
 from jspec.demo.picture import plot_acceptance
 from tests.conftest import GOLDEN
+from tests.marks import slow_ones
 from tests.text_models import with_tokenizer
 
 HEAD = GOLDEN / "models" / "draft_llama_small"
@@ -37,7 +38,7 @@ def run(*words):
     return cli.main(["bench", *map(str, words)])
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled", slow_ones([False, True], lambda sampled: not sampled))
 def test_every_method_gets_a_row_with_every_number(folder, suite, tmp_path, capfd, sampled):
     picture = tmp_path / "bench.png"
     words = ["--model", folder, "--suite", suite, "--drafter", f"draft_model={HEAD}"]

@@ -20,6 +20,7 @@ from jspec.config import ModelConfig
 from jspec.models import llama
 from jspec.rope import RopeConfig
 from tests.conftest import GOLDEN
+from tests.marks import slow_ones
 from tests.text_models import with_tokenizer
 
 MODELS = GOLDEN / "models"
@@ -52,7 +53,7 @@ def same(a, b):
     )
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", slow_ones(TARGETS, lambda name: name != "target_qwen3"))
 def test_a_recorded_model_goes_to_orbax_and_back_bit_by_bit(name, tmp_path, capfd):
     assert convert(MODELS / name, tmp_path / "saved") == 0, capfd.readouterr().err
     assert convert(tmp_path / "saved", tmp_path / "again") == 0, capfd.readouterr().err
@@ -123,7 +124,7 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize("head,of", HEADS)
+@pytest.mark.parametrize("head,of", slow_ones(HEADS, lambda head, _: head != "eagle3_llama"))
 def test_a_recorded_drafter_goes_to_orbax_and_back(head, of, tmp_path, capfd):
     method = "mtp" if head == "mimo_mtp" else None
     words = ["--target", MODELS / of, *(["--method", method] if method else [])]

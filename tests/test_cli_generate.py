@@ -62,6 +62,7 @@ def test_sampled_text_depends_on_the_seed_and_not_on_the_drafts(folder, file, ca
     assert plain == again != other
 
 
+@pytest.mark.slow
 def test_chance_is_not_compared_token_by_token(folder, file, capfd):
     words = ["--model", folder, "--prompt-file", file, "--temperature", 1.5, "--num-drafts", 2]
     words += ["--drafter", folder, "--draft-sampling", "probabilistic"]
@@ -76,6 +77,7 @@ def test_adaptive_drafting_keeps_the_text(folder, file, capfd):
     assert texts(capfd, *words, "--compare-plain")["identical_to_plain"] is True
 
 
+@pytest.mark.slow
 def test_saved_folders_stand_for_what_they_were_made_from(folder, saved, capfd):
     model, draft = saved
     words = ["--prompt", "abcabc"]

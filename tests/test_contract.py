@@ -12,6 +12,7 @@ import jspec
 from jspec import proposers
 from jspec.axes import PAD_TOKEN
 from tests.counting import backend_compiles
+from tests.marks import slow_ones
 from tests.steps import Row, make_step
 
 pytestmark = pytest.mark.any_device
@@ -31,6 +32,12 @@ VARIANTS = {name: {"draft_sampling": "probabilistic"} for name in SAMPLED} | {
     "draft_model, parallel": {"parallel_drafting": True, "mask_token": 63},
 }
 ALL = [*NAMES, *VARIANTS]
+
+
+def some_slow(names):
+    """EAGLE's contract repeats EAGLE-3's, and variants that of their method."""
+    return slow_ones(names, lambda name: name == "eagle" or name in VARIANTS)
+
 
 CONTEXTS = {
     0: [5, 6, 7, 5, 6, 7, 5, 6],
@@ -121,7 +128,7 @@ def test_drafts_have_their_shape_and_are_padded(name, most):
     assert drafts.num_drafts[len(ROWS) :].tolist() == [0] * (B - len(ROWS))
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", some_slow(SAMPLED))
 def test_sampled_drafts_come_with_their_distribution(name):
     state = fresh(name)
     vocab_size, most = state.config.vocab_size, state.config.num_drafts
@@ -141,25 +148,27 @@ def test_sampled_drafts_come_with_their_distribution(name):
     assert drafts.probs.shape == (B, 0, vocab_size)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", some_slow(ALL))
 def test_padding_is_inert_whatever_it_holds(name):
     assert_same(drafts_of(fresh(name), poison=True), drafts_of(fresh(name)))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", some_slow(ALL))
 def test_the_bucket_does_not_change_the_drafts(name):
     wide = drafts_of(fresh(name), num_requests=B + 2, num_rows=T + 9)
     assert_same(jax.tree.map(lambda x: x[:B], wide), drafts_of(fresh(name)))
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if not method(n).shares_across_requests])
+@pytest.mark.parametrize(
+    "name", some_slow([n for n in ALL if not method(n).shares_across_requests])
+)
 def test_permuted_requests_get_permuted_drafts(name):
     order = [2, 0, 1]
     wanted = jax.tree.map(lambda x: x[[*order, 3]], drafts_of(fresh(name)))
     assert_same(drafts_of(fresh(name), [ROWS[i] for i in order]), wanted)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES))
 def test_fewer_drafts_are_the_first_ones(name):
     whole = drafts_of(fresh(name))
     state = fresh(name)
@@ -174,7 +183,7 @@ def test_fewer_drafts_are_the_first_ones(name):
         jspec.step(state, *layout(state), num_drafts=9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES))
 def test_a_request_may_ask_for_fewer_drafts(name):
     whole, state = drafts_of(fresh(name)), fresh(name)
     scheduled, verified = layout(state, fitted(state, ROWS))
@@ -188,7 +197,7 @@ def test_a_request_may_ask_for_fewer_drafts(name):
     assert np.asarray(drafts.tokens).tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("name", ["ngram_gpu", "draft_model, sampled"])
+@pytest.mark.parametrize("name", some_slow(["ngram_gpu", "draft_model, sampled"]))
 def test_steps_with_caps_for_each_request_are_warmed_where_asked_for(name):
     state = empty(name, num_drafts=2)
     # A bucket of its own: elsewhere in this process the shapes may be compiled already.
@@ -202,7 +211,7 @@ def test_steps_with_caps_for_each_request_are_warmed_where_asked_for(name):
     assert not compiled
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES))
 def test_a_step_without_what_the_drafter_reads_is_refused(name):
     state = fresh(name)
     reads = proposers.of(state.config).reads(state.config)
@@ -216,7 +225,7 @@ def test_a_step_without_what_the_drafter_reads_is_refused(name):
     assert_same(drafts_of(state), drafts_of(fresh(name)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES))
 def test_step_is_prepare_and_propose(name):
     state = fresh(name)
     scheduled, verified = layout(state, fitted(state, ROWS), poison=True)
@@ -225,7 +234,7 @@ def test_step_is_prepare_and_propose(name):
     assert_same(jax.tree.map(np.asarray, drafts), drafts_of(fresh(name), poison=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES))
 def test_a_request_that_is_discarded_drafts_nothing_and_loses_nothing(name):
     """A prompt read in two chunks drafts like one read at once."""
     prompt = CONTEXTS[3]
@@ -240,7 +249,7 @@ def test_a_request_that_is_discarded_drafts_nothing_and_loses_nothing(name):
     assert_same(chunked, whole)
 
 
-@pytest.mark.parametrize("name", [*WITH_WEIGHTS, "draft_model, parallel"])
+@pytest.mark.parametrize("name", some_slow([*WITH_WEIGHTS, "draft_model, parallel"]))
 def test_rejected_drafts_leave_nothing_that_a_later_draft_sees(name):
     """Cells that no step has written are NaN; the text is read at once, or draft by draft."""
     text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -262,7 +271,7 @@ def test_rejected_drafts_leave_nothing_that_a_later_draft_sees(name):
     assert drafts.num_drafts[0] == drafts.tokens.shape[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES))
 def test_no_draft_goes_past_the_longest_request(name):
     context = [4, 5] * (CACHE.max_model_len // 2 - 1)  # 46 of 48 tokens, then one more kept
     for kept, limit in (([4], 1), ([4, 5], 0)):
@@ -272,7 +281,7 @@ def test_no_draft_goes_past_the_longest_request(name):
         assert drafts_of(state, [row]).num_drafts[0] <= limit
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES))
 def test_a_released_slot_forgets_its_request(name):
     state = jspec.release(fresh(name, slots=[0]), 0)
     state = jspec.admit(state, 0, [8, 6])
@@ -280,3 +289,28 @@ def test_a_released_slot_forgets_its_request(name):
     again = drafts_of(state, [row])
     state = jspec.admit(empty(name), 0, [8, 6])
     assert_same(again, drafts_of(state, [row]))
+
+
+@pytest.mark.parametrize("name", some_slow(NAMES))
+def test_memory_and_limits_go_by_the_place_whatever_the_axes_are(name):
+    """Positions of three axes (M-RoPE) turn keys; slots, histories and lengths know the place."""
+    scheduled, verified = layout(empty(name))
+    far = scheduled.positions + np.int32(2 * CACHE.max_model_len)
+    axes = dataclasses.replace(
+        scheduled, positions=np.stack([far, far, far]), token_index=scheduled.positions
+    )
+    if name in ("draft_model", "dflash"):
+        with pytest.raises(NotImplementedError, match="M-RoPE.*Draft .*with a chain"):
+            jspec.step(fresh(name), axes, verified)
+        return
+    states, drafts = zip(
+        *(jspec.step(fresh(name), step, verified) for step in (scheduled, axes)), strict=True
+    )
+    np.testing.assert_array_equal(drafts[0].num_drafts, drafts[1].num_drafts)
+    wanted, got = (jax.tree.leaves(state.memory) for state in states)
+    assert len(wanted) == len(got)
+    for a, b in zip(wanted, got, strict=True):
+        if isinstance(a, jax.Array | np.ndarray):  # the trees of suffix decoding are no array
+            np.testing.assert_array_equal(np.asarray(a) != 0, np.asarray(b) != 0)
+    if name in ("ngram", "ngram_gpu", "suffix"):
+        np.testing.assert_array_equal(drafts[0].tokens, drafts[1].tokens)

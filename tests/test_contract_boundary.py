@@ -29,13 +29,14 @@ from tests.test_contract import (
     fresh,
     layout,
     method,
+    some_slow,
     tiny,
 )
 
 pytestmark = pytest.mark.any_device
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES))
 def test_a_consumed_or_wrong_state_is_refused_by_name(name):
     state = fresh(name, slots=[0, 1])
     with pytest.raises(ValueError, match="taken.*release"):
@@ -82,7 +83,7 @@ def test_a_field_that_does_not_fit_is_refused_before_anything_compiles(
     assert_same(drafts_of(state), drafts_of(fresh(name)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES))
 def test_an_argument_of_another_type_is_refused_and_the_state_stays(name):
     state = fresh(name)
     scheduled, verified = layout(state)
@@ -114,7 +115,7 @@ def test_an_argument_of_another_type_is_refused_and_the_state_stays(name):
     assert_same(drafts_of(state), drafts_of(fresh(name)))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", some_slow(ALL))
 def test_a_warmed_bucket_never_compiles_again(name):
     state = empty(name)
     jspec.warmup(state, jspec.Buckets(requests=(B,), tokens=(T,)))
@@ -136,7 +137,7 @@ def test_a_warmed_bucket_never_compiles_again(name):
     assert not compiled
 
 
-@pytest.mark.parametrize("name", DEVICE)
+@pytest.mark.parametrize("name", some_slow(DEVICE))
 def test_what_verification_alone_reads_is_no_other_step(name):
     state = fresh(name)
     reads = proposers.of(state.config).reads(state.config)
@@ -154,7 +155,7 @@ def test_what_verification_alone_reads_is_no_other_step(name):
     assert_same(jax.tree.map(np.asarray, drafts), jax.tree.map(np.asarray, wanted))
 
 
-@pytest.mark.parametrize("name", DEVICE)
+@pytest.mark.parametrize("name", some_slow(DEVICE))
 def test_only_memory_is_donated_and_it_is_rewritten_in_place(name):
     state = fresh(name)
     args = api.commit(layout(state, fitted(state, ROWS)), jax.devices()[0])
@@ -173,7 +174,7 @@ def test_only_memory_is_donated_and_it_is_rewritten_in_place(name):
         jspec.step(state, *args)
 
 
-@pytest.mark.parametrize("name", DEVICE)
+@pytest.mark.parametrize("name", some_slow(DEVICE))
 def test_the_pure_core_scans_under_an_outer_jit_without_the_host(name):
     """Tracing a whole step is the proof on a CPU that nothing in it reads a value."""
     state = fresh(name)
@@ -192,7 +193,7 @@ def test_the_pure_core_scans_under_an_outer_jit_without_the_host(name):
     assert_same(jax.tree.map(lambda x: np.asarray(x[0]), drafts), drafts_of(fresh(name)))
 
 
-@pytest.mark.parametrize("name", DEVICE)
+@pytest.mark.parametrize("name", some_slow(DEVICE))
 def test_prepare_gives_the_same_batch_on_host_and_device(name):
     state = fresh(name)
     step = layout(state, fitted(state, ROWS), poison=True)
@@ -213,7 +214,7 @@ def test_a_host_drafter_inside_jit_says_what_to_do(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", DEVICE)
+@pytest.mark.parametrize("name", some_slow(DEVICE))
 def test_a_thousand_changing_steps_neither_sync_nor_compile(name):
     state = empty(name)
     jspec.warmup(state, jspec.Buckets(requests=(B,), tokens=(T,)))

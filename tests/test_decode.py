@@ -9,6 +9,7 @@ import pytest
 import jspec
 from jspec.decode import Engine
 from jspec.proposers import REGISTRY
+from tests import recordings
 from tests.counting import backend_compiles
 
 LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -19,17 +20,13 @@ MODEL_FREE = [name for name in REGISTRY if REGISTRY[name].model_free]  # others:
 
 @pytest.fixture(scope="module")
 def model():
-    from tests.conftest import GOLDEN
-
-    return jspec.load(GOLDEN / "models" / "draft_llama_small", "float32")
+    return jspec.load(recordings.MODELS / "draft_llama_small", "float32")
 
 
 @pytest.fixture(scope="module")
 def prompts(model):
     """Eleven prompts of different lengths; three are the recorded ones."""
-    from tests.conftest import GOLDEN
-
-    recorded = np.load(GOLDEN / "models" / "draft_llama_small" / "expected.npz")
+    recorded = recordings.expected("draft_llama_small")
     rng = np.random.default_rng(3)
     drawn = [rng.integers(3, 128, size).tolist() for size in (1, 2, 7, 40, 70, 16, 3, 90)]
     return [recorded[f"prompt_{i}"].tolist() for i in range(3)] + drawn
@@ -40,8 +37,9 @@ def plain(model, prompts):
     return jspec.generate_plain(model, prompts, max_tokens=NUM_TOKENS, stop_ids=())
 
 
-def test_plain_decoding_gives_the_golden_continuations(plain, golden):
-    recorded = np.load(golden / "models" / "draft_llama_small" / "expected.npz")
+@recordings.of_this_repository
+def test_plain_decoding_gives_the_golden_continuations(plain):
+    recorded = recordings.expected("draft_llama_small")
     for i in range(3):
         assert recorded[f"continuation_gap_{i}"].min() > 1e-3  # no near tie to excuse
         assert plain.generations[i].tokens == recorded[f"continuation_{i}"].tolist()

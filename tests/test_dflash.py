@@ -15,49 +15,49 @@ from jspec.models import dflash
 from jspec.models.dflash import BlockConfig, Sight
 from jspec.models.dflash2 import RefineConfig
 from jspec.proposers import dflash as proposer
-from tests.conftest import GOLDEN
+from tests import recordings
+from tests.heads import (
+    GAP_TOLERANCE,
+    NEAR_TIE,
+    TOLERANCE,
+    assert_target_gives_what_a_head_read,
+    gaps,
+    target_of,
+)
 from tests.paged import make_view, poisoned_cache, shuffled_tables
 from tests.steps import Row, make_step
 
 pytestmark = pytest.mark.any_device
 
-PLAIN = ["dflash_qwen3", "dflash_qwen3_1layer", "dflash_qwen3_swa"]
-ALL = [*PLAIN, "dflash2_qwen3"]
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32, as the recordings' README says
-PROMPTS = 3
 PAGE_SIZE = 3
 PAGES = 12  # of a request
 
 
 @functools.cache
-def load_target():
-    return jspec.load(GOLDEN / "models" / "target_qwen3", "float32")
+def load(name, **options):
+    return jspec.load(recordings.MODELS / name, target=target_of(name), **options)
+
+
+def pages_of(data, config):
+    """Pages of a request with room for the longest recorded prompt and the block behind it."""
+    longest = max(len(data[f"prompt_{i}"]) for i in range(recordings.num_prompts(data)))
+    return max(PAGES, -(-(longest + config.num_drafts + 2) // PAGE_SIZE))
 
 
 @functools.cache
-def load(name, **options):
-    return jspec.load(GOLDEN / "models" / name, target=load_target(), **options)
-
-
-def recorded_arrays(name):
-    return dict(np.load(GOLDEN / "models" / name / "expected.npz"))
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_context_and_block_have_the_recorded_keys_values_hidden_states_and_logits(name, rng):
-    """All prompts in one pass, of uneven length, over shuffled pages that hold NaN before."""
-    data, (config, params) = recorded_arrays(name), load(name)
-    model = dflash.build(config.model, params)
-    decoder, W = config.model.decoder, config.num_drafts + 1
-    lens = [len(data[f"prompt_{i}"]) for i in range(PROMPTS)]
-    assert len(set(lens)) == PROMPTS
-    tables = shuffled_tables(rng, PROMPTS, PAGES, 40)
-    context = make_view(tables, [0] * PROMPTS, lens, page_size=PAGE_SIZE, num_rows=sum(lens) + 2)
-    block = make_view(tables, lens, [W] * PROMPTS, page_size=PAGE_SIZE)
+def block_of(name):
+    """Runs the recorded prompts and blocks at once, over shuffled pages that hold NaN before."""
+    data, (config, params) = recordings.expected(name), load(name)
+    model, n = dflash.build(config.model, params), recordings.num_prompts(data)
+    decoder, W, pages = config.model.decoder, config.num_drafts + 1, pages_of(data, config)
+    lens = [len(data[f"prompt_{i}"]) for i in range(n)]
+    tables = shuffled_tables(np.random.default_rng(20240229), n, pages, n * pages + 4)
+    context = make_view(tables, [0] * n, lens, page_size=PAGE_SIZE, num_rows=sum(lens) + 2)
+    block = make_view(tables, lens, [W] * n, page_size=PAGE_SIZE)
     features = np.full((sum(lens) + 2, config.model.input_size), np.nan, np.float32)
-    features[: sum(lens)] = np.concatenate([data[f"context_features_{i}"] for i in range(PROMPTS)])
-    ids = np.stack([data[f"block_ids_{i}"] for i in range(PROMPTS)]).astype(np.int32)
-    assert ids[:, 1:].tolist() == [[config.mask_token] * config.num_drafts] * PROMPTS
+    features[: sum(lens)] = np.concatenate([data[f"context_features_{i}"] for i in range(n)])
+    ids = np.full((n, W), config.mask_token, np.int32)
+    ids[:, 0] = [data[f"next_token_{i}"] for i in range(n)]
 
     @jax.jit
     def run(cache, features, ids, context, block):
@@ -66,19 +66,38 @@ def test_context_and_block_have_the_recorded_keys_values_hidden_states_and_logit
         out, after = model(ids, block, cache)
         return fused, cache, out, model.logits(out.reshape(-1, out.shape[-1])), after
 
-    cache = poisoned_cache(decoder, num_pages=40, page_size=PAGE_SIZE)
+    cache = poisoned_cache(decoder, num_pages=n * pages + 4, page_size=PAGE_SIZE)
     fused, cache, out, logits, _ = run(cache, features, ids, context, block)
-    logits = logits.reshape(PROMPTS, W, -1)
-    for i in range(PROMPTS):
-        rows = slice(*context.query_start[i : i + 2])
+    flat = [x.reshape(decoder.num_layers, -1, *x.shape[3:]) for x in (cache.k, cache.v)]
+    k, v = (np.asarray(x)[:, context.slots] for x in flat)
+    parts = np.asarray(fused), k, v, ids, np.asarray(out), np.asarray(logits).reshape(n, W, -1)
+    return *parts, context.query_start
+
+
+@recordings.each_model("dflash")
+def test_context_and_block_have_the_recorded_keys_values_hidden_states_and_logits(name):
+    data = recordings.expected(name)
+    fused, k, v, ids, out, logits, start = block_of(name)
+    for i in range(recordings.num_prompts(data)):
+        rows = slice(*start[i : i + 2])
         np.testing.assert_allclose(fused[rows], data[f"context_hidden_{i}"], **TOLERANCE)
+        np.testing.assert_array_equal(ids[i], data[f"block_ids_{i}"])
         np.testing.assert_allclose(out[i], data[f"block_hidden_{i}"], **TOLERANCE)
         np.testing.assert_allclose(logits[i, 1:], data[f"block_logits_{i}"], **TOLERANCE)
-        for pages, part in ((cache.k, "k"), (cache.v, "v")):
-            if f"context_{part}_{i}" in data:
-                flat = pages.reshape(decoder.num_layers, -1, *pages.shape[3:])
-                got = np.asarray(flat)[:, context.slots[rows]]
-                np.testing.assert_allclose(got, data[f"context_{part}_{i}"], **TOLERANCE)
+        if f"context_k_{i}" in data:
+            np.testing.assert_allclose(k[:, rows], data[f"context_k_{i}"], **TOLERANCE)
+            np.testing.assert_allclose(v[:, rows], data[f"context_v_{i}"], **TOLERANCE)
+        if f"candidates_{i}" in data:
+            best = logits[i, 1:].argmax(-1)
+            np.testing.assert_array_equal(best, data[f"argmax_tokens_{i}"])
+        else:
+            np.testing.assert_allclose(gaps(logits[i, 1:]), data[f"draft_gap_{i}"], **GAP_TOLERANCE)
+
+
+@recordings.each_model("dflash")
+def test_the_target_gives_the_recorded_context_features_and_next_token(name):
+    layers = proposer.reads(load(name).config).hidden_layers
+    assert_target_gives_what_a_head_read(name, layers, "context_features")
 
 
 def fresh(config, params, *, max_requests=4, max_model_len=PAGES * PAGE_SIZE, poisoned=True):
@@ -129,17 +148,18 @@ def run(state, rows, *, hidden=None, num_rows=64, num_requests=4, width=None, **
     return state, jax.tree.map(np.asarray, drafts)
 
 
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("name", ALL)
-def test_steps_give_the_recorded_drafts(name, chunk):
-    """Prompts of uneven length at once, whole or in chunks, in poisoned pages."""
-    data, (config, params) = recorded_arrays(name), load(name)
-    prompts = [data[f"prompt_{i}"].tolist() for i in range(PROMPTS)]
-    state, done = fresh(config, params), [0] * PROMPTS
+@functools.cache
+def steps_of(name, chunk):
+    """Reads all recorded prompts at once, whole or in chunks: drafts of each prompt's steps."""
+    data, (config, params) = recordings.expected(name), load(name)
+    n, pages = recordings.num_prompts(data), pages_of(data, config)
+    prompts = [data[f"prompt_{i}"].tolist() for i in range(n)]
+    state = fresh(config, params, max_requests=n + 1, max_model_len=pages * PAGE_SIZE)
+    done, found = [0] * n, [[] for _ in prompts]
     while any(at < len(prompt) for at, prompt in zip(done, prompts, strict=True)):
-        rows, hidden, ends = [], [], []
+        rows, hidden = [], []
         for i, (at, prompt) in enumerate(zip(done, prompts, strict=True)):
-            end = min(len(prompt), at + (chunk or 99))
+            end = min(len(prompt), at + (chunk or len(prompt)))
             if at == end:
                 continue
             last = end == len(prompt)
@@ -147,36 +167,66 @@ def test_steps_give_the_recorded_drafts(name, chunk):
             backup = None if last else prompt[end]
             rows.append(Row(slot=i, context=prompt[:end], kept=kept, start=at, backup=backup))
             hidden.append(data[f"context_features_{i}"][at:end])
-            ends.append((i, last))
             done[i] = end
-        state, drafts = run(state, rows, hidden=np.concatenate(hidden))
-        for b, (i, last) in enumerate(ends):
-            wanted = data[f"draft_tokens_{i}"].tolist() if last else [PAD_TOKEN] * config.num_drafts
-            assert data[f"draft_gap_{i}"].min() > 1e-3
-            assert drafts.tokens[b].tolist() == wanted
+        num_rows = sum(map(len, prompts)) + 3
+        hidden = np.concatenate(hidden)
+        state, drafts = run(state, rows, hidden=hidden, num_rows=num_rows, num_requests=n + 1)
+        for b, row in enumerate(rows):
+            found[row.slot].append(drafts.tokens[b].tolist())
+    return found
 
 
-def test_the_recorded_candidates_and_scores_of_dflash2_come_out_of_the_selector():
-    data, (config, params) = recorded_arrays("dflash2_qwen3"), load("dflash2_qwen3")
-    model = dflash.build(config.model, params)
-    differing = 0
-    for i in range(PROMPTS):
-        tokens, previous = data[f"draft_tokens_{i}"], data[f"next_token_{i}"]
-        for j in range(config.num_drafts):
-            scores = model.selector.rescore(
-                jnp.asarray(data[f"block_logits_{i}"][j : j + 1]),
-                jnp.asarray(data[f"block_hidden_{i}"][j + 1 : j + 2]),
-                np.array([previous], np.int32),
-            )[0]
+@pytest.mark.parametrize("chunk", [None, 5])
+@recordings.each_model("dflash")
+def test_steps_give_the_recorded_drafts(name, chunk):
+    """Prompts of uneven length at once, whole or in chunks, in poisoned pages."""
+    data = recordings.expected(name)
+    for i, (*before, last) in enumerate(steps_of(name, chunk)):
+        assert data[f"draft_gap_{i}"].min() > NEAR_TIE  # nothing to excuse
+        assert last == data[f"draft_tokens_{i}"].tolist()
+        assert all(set(tokens) == {PAD_TOKEN} for tokens in before)
+
+
+@recordings.each_model("dflash", having="candidates_0")
+def test_the_recorded_candidates_and_scores_of_dflash2_come_out_of_the_selector(name):
+    data, scores_of, rank = recordings.expected(name), functools.partial(scores, name), 0
+    for i in range(recordings.num_prompts(data)):
+        tokens, previous = data[f"draft_tokens_{i}"], int(data[f"next_token_{i}"])
+        for j, token in enumerate(tokens.tolist()):
+            got, edge = scores_of(i, j, previous)
             candidates = data[f"candidates_{i}"][j]
-            assert np.flatnonzero(scores > -jnp.inf).tolist() == sorted(candidates)
+            rank = len(candidates)
+            assert np.flatnonzero(got > -np.inf).tolist() == sorted(candidates)
             np.testing.assert_allclose(
-                scores[candidates], data[f"candidate_scores_{i}"][j], **TOLERANCE
+                got[candidates], data[f"candidate_scores_{i}"][j], **TOLERANCE
             )
-            assert int(jnp.argmax(scores)) == tokens[j]
-            previous = tokens[j]
-        differing += int((tokens != data[f"argmax_tokens_{i}"]).sum())
-    assert differing > 0  # or a drafter without a selector would pass
+            assert int(np.argmax(got)) == token
+            np.testing.assert_allclose(gaps(got), data[f"draft_gap_{i}"][j], **GAP_TOLERANCE)
+            edge_gap = edge[-rank] - edge[-rank - 1]
+            np.testing.assert_allclose(
+                edge_gap, data[f"candidate_edge_gap_{i}"][j], **GAP_TOLERANCE
+            )
+            previous = token
+
+
+@functools.cache
+def scores(name, i, j, previous):
+    """Scores draft j of prompt i behind a token: (rescored, sorted logits)."""
+    data, (config, params) = recordings.expected(name), load(name)
+    logits = data[f"block_logits_{i}"][j : j + 1]
+    rescored = dflash.build(config.model, params).selector.rescore(
+        jnp.asarray(logits),
+        jnp.asarray(data[f"block_hidden_{i}"][j + 1 : j + 2]),
+        np.array([previous], np.int32),
+    )
+    return np.asarray(rescored[0]), np.sort(logits[0])
+
+
+@recordings.of_this_repository
+def test_the_selector_of_the_recorded_dflash2_changes_drafts():
+    data = recordings.expected("dflash2_qwen3")  # or a drafter without one would pass
+    pairs = [(data[f"draft_tokens_{i}"], data[f"argmax_tokens_{i}"]) for i in range(3)]
+    assert any((tokens != best).any() for tokens, best in pairs)
 
 
 def tiny(**changes):
@@ -349,7 +399,7 @@ def test_a_draft_vocabulary_drafts_its_own_target_ids():
 @pytest.mark.parametrize("name", ["dflash_qwen3", "dflash2_qwen3"])
 def test_the_distribution_of_sampled_drafts_follows_from_the_recorded_logits(name):
     """At temperature 0.7, and greedy at 0; of DFlash2 candidates alone are likely."""
-    data, (config, params) = recorded_arrays(name), load(name, draft_sampling="probabilistic")
+    data, (config, params) = recordings.expected(name), load(name, draft_sampling="probabilistic")
     prompt, features = data["prompt_0"].tolist(), data["context_features_0"]
     kept = [int(data["next_token_0"])]
     for slot, temperature in ((0, 0.0), (1, 0.7)):  # `make_step` heats odd slots

@@ -6,7 +6,6 @@ and the drafts are PAD.
 """
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -17,49 +16,42 @@ from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftingConfig, DraftModel
 from jspec.state import Batch
-from tests.conftest import GOLDEN
+from tests import recordings
 
 pytestmark = pytest.mark.any_device
 
-_DATA = dict(np.load(GOLDEN / "propose_loop.npz"))
-NAMES = _DATA["names"].tolist()
-ONE_OF_EACH_PATH = [
-    "eagle_decode_rejected",
-    "draft_model",
-    "eagle_parallel",
-    "draft_model_parallel",
-]
 NOT_WRITTEN = -4242
 POISON = 1_000_003
 
 
 class Case:
-    """A recorded call."""
+    """A recorded call, with its own copy of the inputs."""
 
-    def __init__(self, name):
-        key = f"c{NAMES.index(name):03d}."
-        for field, value in json.loads(str(_DATA["scalars"][NAMES.index(name)])).items():
-            setattr(self, field, value)
-        inputs = {k.removeprefix(key + "in."): v for k, v in _DATA.items() if k.startswith(key)}
-        self.inputs = inputs
+    def __init__(self, case: recordings.Case):
+        scalars = case.scalars
+        self.name, self.path, self.fwd = case.name, scalars["path"], scalars["fwd"]
+        self.num_speculative_tokens = scalars["num_speculative_tokens"]
+        self.block_size, self.max_model_len = scalars["block_size"], scalars["max_model_len"]
+        self.vocab_size = scalars["vocab_size"]
+        self.parallel_drafting_token_id = scalars["parallel_drafting_token_id"]
+        self.inputs = inputs = dict(case.given)
         self.start = inputs["query_start_loc"]
         self.num_requests = len(self.start) - 1
         no_rejections = np.zeros(self.num_requests, np.int32)
         self.num_rejected = inputs.get("num_rejected_tokens", no_rejections)
         self.last_index = self.start[1:] - 1 - self.num_rejected
         self.last_position = inputs["target_positions"][self.last_index].astype(np.int32)
-        self.drafts = _DATA[key + "out.draft_token_ids"]
-        self.forwards = [
-            {
-                k.removeprefix(f"{key}out.f{f}."): v
-                for k, v in _DATA.items()
-                if f"{key}out.f{f}." in k
-            }
-            for f in range(len(self.fwd))
-        ]
+        self.drafts = case.want["draft_token_ids"]
+        self.forwards = [dict(case.want.with_prefix(f"f{f}.")) for f in range(len(self.fwd))]
         self.shift = self.path.startswith("eagle")
         self.is_parallel = self.path.endswith("parallel")
         assert self.forwards[0]["input_ids"].size and len(inputs["next_token_ids"])
+
+    def drafting_rows(self):
+        """Rows of the first pass that drafts are picked from: [B, K in parallel, else 1]."""
+        kept = self.last_index - self.start[:-1] + (not self.shift)
+        first = self.forwards[0]["query_start_loc"][:-1] + kept
+        return first[:, None] + np.arange(self.num_speculative_tokens if self.is_parallel else 1)
 
     def batch(self, more_requests=0, more_rows=0):
         """The step; with padding that holds NaN and misleading ids, positions and pages."""
@@ -88,6 +80,20 @@ class Case:
             num_valid=requests(np.ones(B), fill=0),
             num_rejected=requests(self.num_rejected, fill=0),
         )
+
+
+ONE_OF_EACH_PATH = [
+    "eagle_decode_rejected",
+    "draft_model",
+    "eagle_parallel",
+    "draft_model_parallel",
+]
+
+
+def named(name):
+    """Returns the recorded call of that name."""
+    (case,) = [case for case in recordings.cases("propose_loop") if case.name == name]
+    return Case(case)
 
 
 def toy(token_ids, positions, hidden, vocab_size):
@@ -124,6 +130,7 @@ def propose(case, batch, steps=None):
         "hidden_states": room(num_rows, 3, dtype=jnp.float32),
         "seq_lens": room(num_requests),
         "query_start_loc": room(num_requests + 1),
+        "best_token": room(num_rows),
     }
 
     def run(token_ids, hidden, view, record, embeds):
@@ -136,6 +143,7 @@ def propose(case, batch, steps=None):
             "hidden_states": jnp.zeros_like(out) if hidden is None else hidden,
             "seq_lens": view.seq_lens,
             "query_start_loc": view.query_start,
+            "best_token": jnp.argmax(toy_logits(out, case.vocab_size), -1).astype(jnp.int32),
         }
         count = record["count"]
         record = {
@@ -177,13 +185,22 @@ def num_allowed(case):
 
 
 def assert_as_recorded(case, record, drafts):
-    """Compares every forward and the drafts; returns how many drafts were compared."""
+    """Compares every forward and the drafts; returns how many drafts were compared.
+
+    Past the longest request a draft is PAD. What the model made of the recorded inputs is compared
+    there, too.
+    """
     B, last = case.num_requests, case.max_model_len - 1
     assert record["count"] == len(case.forwards)
 
     # 1. The first pass. Only cells that the original never wrote are left out.
     wanted = case.forwards[0]
     T, is_inside = len(wanted["input_ids"]), wanted["positions"] <= last
+    assert [len(seen["input_ids"]) for seen in case.forwards] == [
+        counts["num_actual_tokens"] for counts in case.fwd
+    ]
+    lengths = [np.diff(record["query_start_loc"][f, : B + 1]) for f in range(len(case.fwd))]
+    assert [n.max() for n in lengths] == [counts["max_query_len"] for counts in case.fwd]
     got = {name: record[name][0, :T] for name in wanted if name != "seq_lens"}
     is_written = wanted["input_ids"] != NOT_WRITTEN
     np.testing.assert_array_equal(got["input_ids"][is_written], wanted["input_ids"][is_written])
@@ -198,6 +215,13 @@ def assert_as_recorded(case, record, drafts):
             got["hidden_states"][is_written], wanted["hidden_states"][is_written]
         )
 
+    rows = case.drafting_rows()
+    inside = is_inside[rows]
+    np.testing.assert_array_equal(
+        record["best_token"][0][rows][inside], case.drafts[:, : rows.shape[1]][inside]
+    )
+    num_compared = inside.sum()
+
     # 2. The loop: as recorded up to the longest request, nothing written past it.
     for f, wanted in enumerate(case.forwards[1:], start=1):
         position = case.last_position + f + (not case.shift)
@@ -210,6 +234,9 @@ def assert_as_recorded(case, record, drafts):
         lengths = np.where(inside, wanted["seq_lens"], 1)
         np.testing.assert_array_equal(got["seq_lens"], lengths)
         np.testing.assert_array_equal(got["input_ids"][inside], wanted["input_ids"][inside])
+        best = record["best_token"][f, :B]
+        np.testing.assert_array_equal(best[inside], case.drafts[inside, f])
+        num_compared += inside.sum()
         if case.shift:
             hidden = wanted["hidden_states"]
             np.testing.assert_array_equal(got["hidden_states"][inside], hidden[inside])
@@ -223,13 +250,20 @@ def assert_as_recorded(case, record, drafts):
     np.testing.assert_array_equal(drafts.num_drafts[:B], count)
     np.testing.assert_array_equal(drafts.tokens[:B], np.where(kept, case.drafts, PAD_TOKEN))
     assert (drafts.tokens[B:] == PAD_TOKEN).all() and not drafts.num_drafts[B:].any()
-    return count.sum()
+    return num_compared
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_forward_is_as_recorded_and_poisoned_padding_writes_nothing(name):
-    case = Case(name)
-    record, drafts = run_jitted(case, case.batch(more_requests=2, more_rows=5))
+@functools.cache
+def run_padded(name):
+    """Makes a recorded call behind misleading padding."""
+    case = named(name)
+    return run_jitted(case, case.batch(more_requests=2, more_rows=5))
+
+
+@recordings.each_case("propose_loop")
+def test_every_forward_is_as_recorded_and_poisoned_padding_writes_nothing(case):
+    record, drafts = run_padded(case.name)
+    case = Case(case)
     assert_as_recorded(case, record, drafts)
     B, T = case.num_requests, len(case.forwards[0]["input_ids"])
     assert (record["slot_mapping"][0, T:] == PAD_SLOT).all()
@@ -238,27 +272,50 @@ def test_every_forward_is_as_recorded_and_poisoned_padding_writes_nothing(name):
         assert (slots == PAD_SLOT).all()
 
 
+def is_past_the_limit(case) -> bool:
+    return (case.want["f0.positions"] >= case.scalars["max_model_len"]).any()
+
+
+@recordings.each_case("propose_loop", only=is_past_the_limit)
+def test_a_longer_model_drafts_what_the_first_pass_past_the_limit_did(case):
+    """Positions of the recorded first pass go on past the limit, as ours do in a longer model."""
+    case = Case(case)
+    case.max_model_len = 1024
+    wanted = case.forwards[0]
+    assert wanted["positions"].max() < case.max_model_len
+    record, _ = run_jitted(case, case.batch())
+    np.testing.assert_array_equal(record["positions"][0], wanted["positions"])
+    rows = case.drafting_rows()
+    tokens = case.drafts[:, : rows.shape[1]]
+    np.testing.assert_array_equal(record["best_token"][0][rows], tokens)
+
+
+@pytest.mark.slow
+@recordings.of_this_repository
 @pytest.mark.parametrize("name", ["eagle_decode_rejected", "draft_model_parallel"])
 def test_every_forward_is_as_recorded_without_jit(name):
-    case = Case(name)
+    case = named(name)
     with jax.disable_jit():
         record, drafts = propose(case, jax.tree.map(jnp.asarray, case.batch()))
     assert_as_recorded(case, *jax.tree.map(np.asarray, (record, drafts)))
 
 
+@recordings.of_this_repository
 def test_the_recordings_reach_all_paths_and_the_limit():
-    cases = [Case(name) for name in NAMES]
+    cases = [Case(case) for case in recordings.cases("propose_loop")]
     assert {case.path for case in cases} == {
         *("eagle", "eagle_parallel", "draft_model", "draft_model_parallel")
     }
     counts = [num_allowed(case) for case in cases]
-    assert sum(count.sum() for count in counts) > 80
+    assert sum(count.sum() for count in counts) == 81
+    assert sum(assert_as_recorded(case, *run_padded(case.name)) for case in cases) == 86
     assert any(0 < c < case.num_speculative_tokens for case in cases for c in num_allowed(case))
 
 
+@recordings.of_this_repository
 def test_past_the_limit_nothing_recorded_is_written_again():
     """The original writes slots 1, 2, ... of both requests again; ours writes none."""
-    case = Case("eagle_limit")
+    case = named("eagle_limit")
     record, drafts = run_jitted(case, case.batch())
     assert (case.forwards[4]["slot_mapping"] != PAD_SLOT).all()
     assert record["positions"][3:, :2].tolist() == [[31, 31]] * 2
@@ -266,10 +323,11 @@ def test_past_the_limit_nothing_recorded_is_written_again():
     assert drafts.num_drafts.tolist() == [1, 1]
 
 
+@recordings.of_this_repository
 @pytest.mark.parametrize("name", ONE_OF_EACH_PATH)
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_fewer_steps_draft_the_first_recorded_tokens(name, steps):
-    case = Case(name)
+    case = named(name)
     record, drafts = run_jitted(case, case.batch(), steps=steps)
     assert record["count"] == (1 if case.is_parallel else max(steps, 1))
     assert drafts.tokens.shape == (case.num_requests, steps)
@@ -286,7 +344,7 @@ WORKED = {
 
 def worked_case(path):
     """The worked step: K = 3, pages of 4; request 0 lost two drafts of three, request 1 none."""
-    case = Case("eagle_decode_rejected")
+    case = named("eagle_decode_rejected")
     case.path, case.block_size, case.max_model_len, case.vocab_size = path, 4, 64, 1000
     case.shift = path == "eagle"
     case.num_requests, case.num_speculative_tokens = 2, 3
@@ -333,7 +391,7 @@ def test_the_worked_step_of_a_draft_model():
 
 @pytest.mark.parametrize("name", ["eagle_decode_rejected", "eagle_parallel", "draft_model"])
 def test_a_request_without_a_kept_token_writes_in_the_first_pass_alone(name):
-    case = Case(name)
+    case = named(name)
     batch = case.batch()
     batch.num_valid[0] = 0
     record, drafts = run_jitted(case, batch)
@@ -390,7 +448,7 @@ def draft_with(model, case, steps, shift, draft=_draft.chain):
 
 @pytest.mark.parametrize("draft", [_draft.chain, _draft.in_parallel])
 def test_nan_logits_give_a_token_of_the_vocabulary(draft):
-    case = Case("draft_model")
+    case = named("draft_model")
     model = DraftModel(
         run=lambda ids, hidden, view, cache, embeds: (jnp.zeros((len(ids), 3)), None, cache),
         logits=lambda out: jnp.full((len(out), case.vocab_size), jnp.nan),
@@ -402,7 +460,7 @@ def test_nan_logits_give_a_token_of_the_vocabulary(draft):
 
 
 def test_draft_ids_become_target_ids_and_ties_go_to_the_lowest():
-    case = Case("eagle_k1")
+    case = named("eagle_k1")
     model = DraftModel(
         run=lambda ids, hidden, view, cache, embeds: (hidden, hidden, cache),
         logits=lambda out: jnp.tile(jnp.array([[0.0, 2.0, 2.0, 1.0]]), (len(out), 1)),

@@ -1,6 +1,7 @@
 """EAGLE-1 heads against recorded hidden states, logits and chains, and what loading refuses."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +14,24 @@ from jspec.models import eagle
 from jspec.models.eagle import EagleModelConfig
 from jspec.proposers import _draft
 from jspec.proposers.eagle import PROPOSER, draft_model, recognises
+from tests import recordings
 from tests.conftest import GOLDEN
 from tests.heads import (
+    GAP_TOLERANCE,
     NEAR_TIE,
     PAGE_SIZE,
-    PAGES,
     TOLERANCE,
+    assert_target_gives_what_a_head_read,
     checkpoint,
     dense_attention,
     dense_mlp,
     dense_norm,
-    recorded,
+    gaps,
+    num_drafts_of,
     recorded_batch,
+    recorded_cache,
     target,
+    target_of,
 )
 from tests.paged import make_view, poisoned_cache, shuffled_tables
 from tests.transcripts import chain_with_outputs
@@ -39,16 +45,12 @@ def load(checkpoint, **kwargs):
     return PROPOSER.load(checkpoint, target(), **{"dtype": "float32"} | kwargs)
 
 
-def cache_of(config):
-    return poisoned_cache(config.model, num_pages=3 * PAGES, page_size=PAGE_SIZE)
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name, rng):
-    data = recorded(name)
-    config, params = load(checkpoint(name))
-    batch = recorded_batch(data, config, "target_hidden", rng)
-    cache = cache_of(config)
+@functools.cache
+def first_pass_of(name):
+    """Runs the first pass over the recorded prompts: (out, feedback, logits, rows of each)."""
+    data = recordings.expected(name)
+    config, params = PROPOSER.load(checkpoint(name), target_of(name), dtype="float32")
+    batch = recorded_batch(data, config, "target_hidden")
 
     @jax.jit
     def run(params, batch, cache):
@@ -63,32 +65,56 @@ def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name, rng):
         out, feedback, _ = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
         return out, feedback, model.logits(out)
 
-    out, feedback, logits = run(params, batch, cache)
+    outputs = run(params, batch, recorded_cache(data, config.model))
+    return *jax.tree.map(np.asarray, outputs), np.asarray(batch.query_start)
+
+
+@recordings.each_model("eagle")
+def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name):
+    data, (out, feedback, logits, start) = recordings.expected(name), first_pass_of(name)
     assert logits.dtype == np.float32
     np.testing.assert_array_equal(out, feedback)
-    for i in range(3):
-        rows = slice(*batch.query_start[i : i + 2])
+    for i in range(recordings.num_prompts(data)):
+        rows = slice(*start[i : i + 2])
         np.testing.assert_allclose(out[rows], data[f"out_hidden_{i}"], **TOLERANCE)
         np.testing.assert_allclose(logits[rows], data[f"logits_{i}"], **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_the_draft_loop_gives_the_recorded_chain(name, rng):
-    data = recorded(name)
-    config, params = load(checkpoint(name), num_drafts=5)
-    batch = recorded_batch(data, config, "target_hidden", rng)
+@functools.cache
+def chain_of(name):
+    """Drafts the recorded chain: (drafts, what each was picked from, its logits)."""
+    data = recordings.expected(name)
+    steps = num_drafts_of(data)
+    config, params = PROPOSER.load(
+        checkpoint(name), target_of(name), dtype="float32", num_drafts=steps
+    )
+    batch = recorded_batch(data, config, "target_hidden")
 
     @jax.jit
     def run(params, batch, cache):
-        return chain_with_outputs(draft_model(config, params), config, batch, cache, steps=5)
+        model = draft_model(config, params)
+        return chain_with_outputs(model, config, batch, cache, steps=steps)
 
-    drafts, out, logits = run(params, batch, cache_of(config))
-    assert drafts.num_drafts.tolist() == [5, 5, 5, 0]
-    for i in range(3):
+    outputs = run(params, batch, recorded_cache(data, config.model))
+    return jax.tree.map(np.asarray, outputs)
+
+
+@recordings.each_model("eagle")
+def test_the_draft_loop_gives_the_recorded_chain(name):
+    data, (drafts, out, logits) = recordings.expected(name), chain_of(name)
+    num_prompts = recordings.num_prompts(data)
+    assert drafts.num_drafts.tolist() == [out.shape[1]] * num_prompts + [0]
+    for i in range(num_prompts):
         assert data[f"chain_gap_{i}"].min() > NEAR_TIE  # nothing to excuse
         np.testing.assert_array_equal(drafts.tokens[i], data[f"chain_tokens_{i}"])
         np.testing.assert_allclose(out[i], data[f"chain_hidden_{i}"], **TOLERANCE)
         np.testing.assert_allclose(logits[i], data[f"chain_logits_{i}"], **TOLERANCE)
+        np.testing.assert_allclose(gaps(logits[i]), data[f"chain_gap_{i}"], **GAP_TOLERANCE)
+
+
+@recordings.each_model("eagle")
+def test_the_target_gives_the_recorded_hidden_states_and_next_token(name):
+    assert_target_gives_what_a_head_read(name, ("norm",), "target_hidden")
 
 
 def test_two_layers_are_those_of_a_plain_loop(rng):

@@ -1,46 +1,43 @@
 """EAGLE-3 heads against recorded hidden states, logits and chains, and a loop without a cache."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
 
 from jspec.config import ModelConfig
-from jspec.models import eagle3, llama
+from jspec.models import eagle3
 from jspec.models.eagle3 import Eagle3ModelConfig
 from jspec.proposers import _draft
 from jspec.proposers.eagle3 import PROPOSER, draft_model
+from tests import recordings
 from tests.heads import (
+    GAP_TOLERANCE,
     NEAR_TIE,
-    NUM_PROMPTS,
     PAGE_SIZE,
-    PAGES,
     TOLERANCE,
+    assert_target_gives_what_a_head_read,
     checkpoint,
     dense_attention,
     dense_mlp,
     dense_norm,
-    recorded,
+    gaps,
+    num_drafts_of,
     recorded_batch,
-    target,
+    recorded_cache,
+    target_of,
 )
 from tests.paged import make_view, poisoned_cache, shuffled_tables
 from tests.transcripts import chain_with_outputs
 
 pytestmark = pytest.mark.any_device
 
-HEADS = ["eagle3_llama", "eagle3_llama_aux", "eagle3_llama_fullvocab", "eagle3_llama_v31"]
 
-
-def load(given, **kwargs):
-    given = checkpoint(given) if isinstance(given, str) else given
-    return PROPOSER.load(given, target(), **{"dtype": "float32"} | kwargs)
-
-
-def cache_of(config):
-    num_pages = NUM_PROMPTS * PAGES
-    return poisoned_cache(config.model.decoder, num_pages=num_pages, page_size=PAGE_SIZE)
+def load(name, given=None, **kwargs):
+    given = checkpoint(name) if given is None else given
+    return PROPOSER.load(given, target_of(name), **{"dtype": "float32"} | kwargs)
 
 
 def before_norm(config, params):
@@ -58,28 +55,17 @@ def before_norm(config, params):
     return model._replace(run=run, logits=lambda x: head.logits(head.norm(x)))
 
 
-@pytest.mark.parametrize("name", [*HEADS, "peagle_llama"])
-def test_the_target_gives_the_recorded_hidden_states(name, rng):
-    data, (config, _) = recorded(name), load(name)
-    for i in range(NUM_PROMPTS):
-        ids = data[f"prompt_{i}"].astype(np.int32)
-        tables = shuffled_tables(rng, 1, PAGES, PAGES)
-        _, hidden, _ = llama.forward(
-            target().config,
-            target().params,
-            ids,
-            make_view(tables, [0], [len(ids)], page_size=PAGE_SIZE),
-            poisoned_cache(target().config, num_pages=PAGES, page_size=PAGE_SIZE),
-            logit_rows=np.zeros(1, np.int32),
-            hidden_layers=PROPOSER.reads(config).hidden_layers,
-        )
-        np.testing.assert_allclose(hidden, data[f"aux_hidden_{i}"], **TOLERANCE)
+@recordings.each_model("eagle3", "peagle")
+def test_the_target_gives_the_recorded_hidden_states_and_next_token(name):
+    config, _ = load(name)
+    assert_target_gives_what_a_head_read(name, PROPOSER.reads(config).hidden_layers, "aux_hidden")
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name, rng):
-    data, (config, params) = recorded(name), load(name)
-    batch = recorded_batch(data, config, "aux_hidden", rng)
+@functools.cache
+def first_pass_of(name):
+    """Runs the first pass over the recorded prompts; returns what is recorded of it, and rows."""
+    data, (config, params) = recordings.expected(name), load(name)
+    batch = recorded_batch(data, config, "aux_hidden")
 
     @jax.jit
     def run(params, batch, cache):
@@ -97,16 +83,25 @@ def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name, rng):
         out, feedback, _ = model.run(*arguments)
         return fused, x, out, feedback, model.logits(out)
 
-    fused, x, out, feedback, logits = run(params, batch, cache_of(config))
+    outputs = run(params, batch, recorded_cache(data, config.model.decoder))
+    norm_output = config.model.norm_output
+    return *jax.tree.map(np.asarray, outputs), norm_output, np.asarray(batch.query_start)
+
+
+@recordings.each_model("eagle3")
+def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name):
+    data = recordings.expected(name)
+    fused, x, out, feedback, logits, norm_output, start = first_pass_of(name)
     assert logits.dtype == np.float32
-    np.testing.assert_array_equal(feedback, out if config.model.norm_output else x)
-    assert config.model.norm_output == (name == "eagle3_llama_v31")
-    for i in range(NUM_PROMPTS):
-        rows = slice(*batch.query_start[i : i + 2])
+    np.testing.assert_array_equal(feedback, out if norm_output else x)
+    assert norm_output == ("norm_hidden_0" in data)
+    for i in range(recordings.num_prompts(data)):
+        rows = slice(*start[i : i + 2])
         np.testing.assert_allclose(fused[rows], data[f"combined_{i}"], **TOLERANCE)
         np.testing.assert_allclose(x[rows], data[f"out_hidden_{i}"], **TOLERANCE)
         np.testing.assert_allclose(logits[rows], data[f"logits_{i}"], **TOLERANCE)
-        if f"norm_hidden_{i}" in data:
+        np.testing.assert_allclose(gaps(logits[rows]), data[f"top2_gap_{i}"], **GAP_TOLERANCE)
+        if norm_output:
             np.testing.assert_allclose(out[rows], data[f"norm_hidden_{i}"], **TOLERANCE)
 
 
@@ -114,31 +109,49 @@ def without_ids(params):
     return {name: leaf for name, leaf in params.items() if name != "target_ids"}
 
 
-@pytest.mark.parametrize(
-    "name, suffix", [*((name, "") for name in HEADS), ("eagle3_llama_v31", "_prenorm")]
-)
-def test_the_draft_loop_gives_the_recorded_chain(name, suffix, rng):
-    data = recorded(name)
-    given = checkpoint(name, config={"norm_output": False} if suffix else {})
-    config, params = load(given, num_drafts=5)
-    batch = recorded_batch(data, config, "aux_hidden", rng)
+@functools.cache
+def chain_of(name, is_prenorm):
+    """Drafts the recorded chain: (drafts, what each was picked from, its logits)."""
+    data, steps = recordings.expected(name), num_drafts_of(recordings.expected(name))
+    given = checkpoint(name, config={"norm_output": False} if is_prenorm else {})
+    config, params = load(name, given, num_drafts=steps)
+    batch = recorded_batch(data, config, "aux_hidden")
 
     @jax.jit
     def run(params, batch, cache):
         fused = eagle3.build(config.model, without_ids(params)).fuse(batch.hidden)
         batch = dataclasses.replace(batch, hidden=fused)
-        return chain_with_outputs(before_norm(config, params), config, batch, cache, steps=5)
+        return chain_with_outputs(before_norm(config, params), config, batch, cache, steps=steps)
 
-    drafts, x, logits = run(params, batch, cache_of(config))
-    assert drafts.num_drafts.tolist() == [5] * NUM_PROMPTS + [0]
+    drafts, x, logits = run(params, batch, recorded_cache(data, config.model.decoder))
     _, proposed = jax.jit(PROPOSER.propose, static_argnums=(0, 4))(
-        config, params, cache_of(config), batch, 5
+        config, params, recorded_cache(data, config.model.decoder), batch, steps
     )
     np.testing.assert_array_equal(proposed.tokens, drafts.tokens)
-    for i in range(NUM_PROMPTS):
-        assert data[f"chain_gap{suffix}_{i}"].min() > NEAR_TIE  # nothing to excuse
+    return jax.tree.map(np.asarray, (drafts, x, logits))
+
+
+@recordings.each_model("eagle3")
+def test_the_draft_loop_gives_the_recorded_chain(name):
+    assert_chain(name, "")
+
+
+@recordings.each_model("eagle3", having="chain_tokens_prenorm_0")
+def test_a_head_that_should_feed_back_normed_states_may_feed_back_others(name):
+    assert_chain(name, "_prenorm")
+
+
+def assert_chain(name, suffix):
+    data = recordings.expected(name)
+    drafts, x, logits = chain_of(name, bool(suffix))
+    num_prompts = recordings.num_prompts(data)
+    assert drafts.num_drafts.tolist() == [x.shape[1]] * num_prompts + [0]
+    for i in range(num_prompts):
+        gap = data[f"chain_gap{suffix}_{i}"]
+        assert gap.min() > NEAR_TIE  # nothing to excuse
         np.testing.assert_array_equal(drafts.tokens[i], data[f"chain_tokens{suffix}_{i}"])
         np.testing.assert_allclose(logits[i], data[f"chain_logits{suffix}_{i}"], **TOLERANCE)
+        np.testing.assert_allclose(gaps(logits[i]), gap, **GAP_TOLERANCE)
         if f"chain_hidden_{i}" in data:
             np.testing.assert_allclose(x[i], data[f"chain_hidden_{i}"], **TOLERANCE)
             ids = np.argmax(logits[i], axis=-1)

@@ -20,6 +20,7 @@ from jspec.decode import Engine
 from jspec.metadata import first_token
 from jspec.models import hidden_cache, llama
 from jspec.proposers.extract_hidden import PROPOSER, ExtractHiddenStatesConfig
+from tests import recordings
 from tests.batches import unchecked
 from tests.conftest import GOLDEN
 from tests.paged import make_view
@@ -81,28 +82,26 @@ def stored(state, tables, slot, num_tokens):
     return hidden_cache.read(state.memory, tables[slot], num_tokens)
 
 
-def test_the_first_token_is_the_recorded_one(golden):
-    data = np.load(golden / "extract_hidden_states_next_token.npz")
-    for case, scalars in enumerate(data["scalars"]):
-        names = ("sampled_token_ids", "discard_request_mask", "backup_token_ids")
-        arguments = [data[f"c{case:03d}.in.{name}"] for name in names]
-        wanted = [
-            data[f"c{case:03d}.out.{name}"]
-            for name in ("next_token_ids", "valid_sampled_tokens_count")
-        ]
-        vocab_size = json.loads(str(scalars))["vocab_size"]
-        on_host = first_token(*arguments, vocab_size=vocab_size)
-        on_device = first_token(*map(jnp.asarray, arguments), vocab_size=vocab_size)
-        for got, kind in ((on_host, np.ndarray), (on_device, jax.Array)):
-            assert all(isinstance(array, kind) and array.dtype == np.int32 for array in got)
-            for array, want in zip(got, wanted, strict=True):
-                np.testing.assert_array_equal(array, want)
-    assert len(data["scalars"]) == 6
+@recordings.each_case("extract_hidden_states_next_token")
+def test_the_first_token_is_the_recorded_one(case):
+    names = ("sampled_token_ids", "discard_request_mask", "backup_token_ids")
+    arguments = [case.given[name] for name in names]
+    wanted = [case.want[name] for name in ("next_token_ids", "valid_sampled_tokens_count")]
+    vocab_size = case.scalars["vocab_size"]
+    on_host = first_token(*arguments, vocab_size=vocab_size)
+    on_device = first_token(*map(jnp.asarray, arguments), vocab_size=vocab_size)
+    for got, kind in ((on_host, np.ndarray), (on_device, jax.Array)):
+        assert all(isinstance(array, kind) and array.dtype == np.int32 for array in got)
+        for array, want in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(array, want)
+
+
+def test_tokens_without_a_column_are_refused_by_shape():
     with (
         unchecked(),
         pytest.raises(ValueError, match=r"`sampled` has shape \(5,\).*sampled\[:, None\]"),
     ):
-        first_token(np.zeros(5, np.int32), *arguments[1:], vocab_size=9)
+        first_token(np.zeros(5, np.int32), np.zeros(5, bool), np.zeros(5, np.int32), vocab_size=9)
 
 
 def test_each_row_is_stored_as_its_token_with_the_layers_in_order(tables):

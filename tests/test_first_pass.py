@@ -15,6 +15,7 @@ from jspec.metadata import (
     set_inputs_first_pass,
     set_inputs_first_pass_dflash,
 )
+from tests import recordings
 from tests.batches import (
     POISON,
     SHAPE,
@@ -22,7 +23,6 @@ from tests.batches import (
     ints,
     metadata_of,
     padded,
-    recorded,
     unchecked,
 )
 from tests.oracles import metadata as oracle
@@ -63,8 +63,9 @@ def first_pass_of(given_, scalars):
     )
 
 
-@pytest.mark.parametrize("given_, want, scalars", recorded("set_inputs_first_pass"))
-def test_first_passes_are_the_recorded_ones(given_, want, scalars):
+@recordings.each_case("set_inputs_first_pass", as_int32=True)
+def test_first_passes_are_the_recorded_ones(case):
+    _, given_, want, scalars = case
     if "token_indices_to_sample" in given_:  # says the same as the rejected rows that we take
         last = given_["query_start_loc"][1:] - 1 - given_["num_rejected_tokens"]
         np.testing.assert_array_equal(last, given_["token_indices_to_sample"])

@@ -11,20 +11,11 @@ import jspec
 from jspec.checkpoint import Model
 from jspec.config import ModelConfig
 from jspec.models import llama
+from tests import recordings
+from tests.heads import GAP_TOLERANCE, NEAR_TIE, TOLERANCE, gaps
 from tests.paged import make_view, poisoned_cache, shuffled_tables
 
-MODELS = [
-    "target_llama",
-    "target_llama_rope3",
-    "target_qwen2_bias",
-    "target_qwen3",
-    "target_qwen3_tied",
-    "draft_llama_small",
-]
 PAGE_SIZE = 5
-PAGES = 16  # of a request
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32, as the recordings' README says
-NEAR_TIE = 1e-3  # gap of the two best logits below which another choice is excused
 
 forward = jax.jit(
     llama.forward, static_argnames=("config", "hidden_layers"), donate_argnames="cache"
@@ -37,17 +28,18 @@ class Recorded:
     def __init__(self, folder):
         self.model: Model = jspec.load(folder, "float32")
         self.config = self.model.config
-        self.data = dict(np.load(folder / "expected.npz"))
-        self.num_prompts = sum(name.startswith("prompt_") for name in self.data)
+        self.data = recordings.expected(folder.name)
+        self.num_prompts = recordings.num_prompts(self.data)
         self.prompts = [self.data[f"prompt_{i}"].tolist() for i in range(self.num_prompts)]
         self.texts = [
             [*prompt, *self.data[f"continuation_{i}"].tolist()]
             for i, prompt in enumerate(self.prompts)
         ]
+        self.pages = -(-max(map(len, self.texts)) // PAGE_SIZE) + 1  # of a request
         self.all_hidden = (*range(self.config.num_layers + 1), "norm")
 
     def new_cache(self):
-        num_pages = PAGES * self.num_prompts + 2
+        num_pages = self.pages * self.num_prompts + 2
         return poisoned_cache(self.config, num_pages=num_pages, page_size=PAGE_SIZE)
 
     def run(self, cache, ids, view, logit_rows, hidden_layers=()):
@@ -69,60 +61,80 @@ def load(folder):
     return Recorded(folder)
 
 
-@pytest.fixture(params=MODELS)
-def recorded(request, golden):
-    return load(golden / "models" / request.param)
-
-
 @pytest.fixture
-def target_llama(golden):
-    return load(golden / "models" / "target_llama")
+def target_llama():
+    return load(recordings.MODELS / "target_llama")
 
 
-def test_a_ragged_pass_gives_the_recorded_logits_and_hidden_states(recorded, rng):
+@functools.cache
+def ragged_pass_of(name):
+    """Runs all recorded texts of a model at once: (logits, hidden, where each text begins)."""
+    recorded, rng = load(recordings.MODELS / name), np.random.default_rng(20240229)
     lens = [len(text) for text in recorded.texts]
     B, T = len(lens) + 1, sum(lens) + 3
-    tables = shuffled_tables(rng, len(lens), PAGES, PAGES * len(lens) + 2)
+    pages = recorded.pages
+    tables = shuffled_tables(rng, len(lens), pages, pages * len(lens) + 2)
     view = make_view(tables, [0] * len(lens), lens, page_size=PAGE_SIZE, num_rows=T, num_requests=B)
     logits, hidden, _ = recorded.run(
         recorded.new_cache(), recorded.texts, view, np.arange(T), recorded.all_hidden
     )
+    return np.asarray(logits), np.asarray(hidden), view.query_start
+
+
+@recordings.each_model("target")
+def test_a_ragged_pass_gives_the_recorded_logits_and_hidden_states(name):
+    data, (logits, hidden, start) = recordings.expected(name), ragged_pass_of(name)
     assert np.all(np.isfinite(logits)) and np.all(np.isfinite(hidden))  # padding too
-    for i in range(len(lens)):
-        rows = slice(*view.query_start[i : i + 2])
-        np.testing.assert_allclose(logits[rows], recorded.data[f"logits_{i}"], **TOLERANCE)
-        if f"hidden_states_{i}" in recorded.data:
-            states = [*recorded.data[f"hidden_states_{i}"], recorded.data[f"final_norm_hidden_{i}"]]
+    for i in range(recordings.num_prompts(data)):
+        rows = slice(*start[i : i + 2])
+        np.testing.assert_allclose(logits[rows], data[f"logits_{i}"], **TOLERANCE)
+        np.testing.assert_allclose(gaps(logits[rows]), data[f"top2_gap_{i}"], **GAP_TOLERANCE)
+        if f"hidden_states_{i}" in data:
+            states = [*data[f"hidden_states_{i}"], data[f"final_norm_hidden_{i}"]]
             np.testing.assert_allclose(hidden[rows], np.concatenate(states, -1), **TOLERANCE)
 
 
-def test_chunked_prefill_and_single_tokens_give_the_recorded_continuations(recorded, rng):
-    B, chunk = recorded.num_prompts, 7
-    tables = shuffled_tables(rng, B, PAGES, PAGES * B + 2)
+@functools.cache
+def continuations_of(name):
+    """Decodes all recorded prompts, read in chunks: (tokens, gap of each) of each prompt."""
+    recorded, rng = load(recordings.MODELS / name), np.random.default_rng(20240229)
+    B, chunk, pages = recorded.num_prompts, 7, recorded.pages
+    tables = shuffled_tables(rng, B, pages, pages * B + 2)
+    num_tokens = [len(recorded.data[f"continuation_{i}"]) for i in range(B)]
     texts = [list(prompt) for prompt in recorded.prompts]
+    all_gaps = [[] for _ in texts]
     done, cache = [0] * B, recorded.new_cache()
-    while min(len(text) - len(p) for text, p in zip(texts, recorded.prompts, strict=True)) < 32:
+    while any(len(found) < n for found, n in zip(all_gaps, num_tokens, strict=True)):
         counts = [min(chunk, len(text) - at) for text, at in zip(texts, done, strict=True)]
         view = make_view(tables, done, counts, page_size=PAGE_SIZE, num_rows=chunk * B)
         ids = [text[at : at + n] for text, at, n in zip(texts, done, counts, strict=True)]
         logits, _, cache = recorded.run(cache, ids, view, view.query_start[1:] - 1)
         done = [at + n for at, n in zip(done, counts, strict=True)]
-        for text, at, token in zip(texts, done, np.argmax(logits, axis=-1).tolist(), strict=True):
-            if at == len(text):  # the prompt is through
-                text.append(token)
-    excused = 0
-    for i, prompt in enumerate(recorded.prompts):
-        got, wanted = texts[i][len(prompt) :][:32], recorded.data[f"continuation_{i}"]
-        ties = np.flatnonzero(recorded.data[f"continuation_gap_{i}"] < NEAR_TIE)
-        end = ties[0] if len(ties) else 32
-        excused += 32 - end
-        np.testing.assert_array_equal(got[:end], wanted[:end])
-    assert excused == 0, f"{excused} tokens behind near ties were not compared"
+        for i, token in enumerate(np.argmax(logits, axis=-1).tolist()):
+            if (
+                done[i] == len(texts[i]) and len(all_gaps[i]) < num_tokens[i]
+            ):  # the prompt is through
+                texts[i].append(token)
+                all_gaps[i].append(gaps(logits[i]))
+    tokens = [text[len(prompt) :] for text, prompt in zip(texts, recorded.prompts, strict=True)]
+    return tokens, all_gaps
+
+
+@recordings.each_model("target")
+def test_chunked_prefill_and_single_tokens_give_the_recorded_continuations(name):
+    data, (tokens, all_gaps) = recordings.expected(name), continuations_of(name)
+    for i, (got, gap) in enumerate(zip(tokens, all_gaps, strict=True)):
+        recorded_gap = data[f"continuation_gap_{i}"]
+        ties = np.flatnonzero(recorded_gap < NEAR_TIE)
+        end = ties[0] if len(ties) else len(got)
+        np.testing.assert_array_equal(got[:end], data[f"continuation_{i}"][:end])
+        np.testing.assert_allclose(gap[:end], recorded_gap[:end], **GAP_TOLERANCE)
+        assert end == len(got), f"{len(got) - end} tokens behind near ties were not compared"
 
 
 def test_one_request_decodes_alone_as_it_does_in_a_batch(target_llama, rng):
     text = target_llama.texts[1]
-    table = shuffled_tables(rng, 1, PAGES, PAGES)
+    table = shuffled_tables(rng, 1, target_llama.pages, target_llama.pages)
     cache = target_llama.new_cache()
     for at in range(len(text)):
         view = make_view(table, [at], [1], page_size=PAGE_SIZE)
@@ -132,7 +144,7 @@ def test_one_request_decodes_alone_as_it_does_in_a_batch(target_llama, rng):
 
 def test_rejected_drafts_leave_no_trace(target_llama, rng):
     text = target_llama.texts[0]
-    table = shuffled_tables(rng, 1, PAGES, PAGES)
+    table = shuffled_tables(rng, 1, target_llama.pages, target_llama.pages)
     cache = target_llama.new_cache()
     for at in range(0, 12, 2):  # four wrong tokens behind each right pair, overwritten later
         ids = [*text[at : at + 2], 3, 1, 4, 1]
@@ -143,7 +155,7 @@ def test_rejected_drafts_leave_no_trace(target_llama, rng):
 
 
 def test_ids_outside_the_vocabulary_embed_as_zeros(target_llama):
-    view = make_view(np.arange(PAGES)[None], [0], [4], page_size=PAGE_SIZE)
+    view = make_view(np.arange(target_llama.pages)[None], [0], [4], page_size=PAGE_SIZE)
     V = target_llama.config.vocab_size
     _, hidden, _ = target_llama.run(target_llama.new_cache(), [[-1, V, V - 1, 0]], view, [0], (0,))
     assert not np.any(hidden[:2])
@@ -151,7 +163,7 @@ def test_ids_outside_the_vocabulary_embed_as_zeros(target_llama):
 
 
 def test_pad_logit_rows_are_zeros(target_llama):
-    view = make_view(np.arange(PAGES)[None], [0], [4], page_size=PAGE_SIZE)
+    view = make_view(np.arange(target_llama.pages)[None], [0], [4], page_size=PAGE_SIZE)
     ids = [target_llama.texts[0][:4]]
     logits, hidden, _ = target_llama.run(target_llama.new_cache(), ids, view, [3, -1])
     np.testing.assert_allclose(logits[0], target_llama.data["logits_0"][3], **TOLERANCE)
@@ -160,7 +172,7 @@ def test_pad_logit_rows_are_zeros(target_llama):
 
 
 def test_hidden_states_come_in_the_order_asked_for(target_llama):
-    view = make_view(np.arange(PAGES)[None], [0], [4], page_size=PAGE_SIZE)
+    view = make_view(np.arange(target_llama.pages)[None], [0], [4], page_size=PAGE_SIZE)
     ids = [target_llama.texts[0][:4]]
     _, hidden, _ = target_llama.run(target_llama.new_cache(), ids, view, [0], ("norm", 5, 2))
     states = target_llama.data["hidden_states_0"][:, :4]
@@ -168,12 +180,14 @@ def test_hidden_states_come_in_the_order_asked_for(target_llama):
     np.testing.assert_allclose(hidden, np.concatenate(wanted, axis=-1), **TOLERANCE)
 
 
-def test_bfloat16_stays_near_float32(target_llama, golden):
+def test_bfloat16_stays_near_float32(target_llama):
     text = target_llama.texts[0]
-    model = jspec.load(golden / "models" / "target_llama", "bfloat16")
+    model = jspec.load(recordings.MODELS / "target_llama", "bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("bfloat16")}
-    cache = poisoned_cache(model.config, num_pages=PAGES, page_size=PAGE_SIZE, dtype="bfloat16")
-    view = make_view(np.arange(PAGES)[None], [0], [len(text)], page_size=PAGE_SIZE)
+    cache = poisoned_cache(
+        model.config, num_pages=target_llama.pages, page_size=PAGE_SIZE, dtype="bfloat16"
+    )
+    view = make_view(np.arange(target_llama.pages)[None], [0], [len(text)], page_size=PAGE_SIZE)
     logits, hidden, cache = forward(
         model.config,
         model.params,
@@ -225,13 +239,13 @@ def test_a_caller_cannot_change_the_cached_template():
 
 
 def test_an_unknown_hidden_layer_is_refused(target_llama):
-    view = make_view(np.arange(PAGES)[None], [0], [1], page_size=PAGE_SIZE)
+    view = make_view(np.arange(target_llama.pages)[None], [0], [1], page_size=PAGE_SIZE)
     with pytest.raises(ValueError, match="Count layers from 1"):
         target_llama.run(target_llama.new_cache(), [[1]], view, [0], (8,))
 
 
 def test_a_cache_of_another_model_is_refused(target_llama):
-    view = make_view(np.arange(PAGES)[None], [0], [1], page_size=PAGE_SIZE)
+    view = make_view(np.arange(target_llama.pages)[None], [0], [1], page_size=PAGE_SIZE)
     other = poisoned_cache(ModelConfig.tiny(), num_pages=4, page_size=4)
     with pytest.raises(ValueError, match=r"num_layers=config\.num_layers"):
         target_llama.run(other, [[1]], view, [0])

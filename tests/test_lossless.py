@@ -20,6 +20,7 @@ from jspec.models import llama
 from jspec.proposers.base import Drafter
 from jspec.proposers.draft_model import DraftModelConfig
 from tests.counting import backend_compiles
+from tests.marks import slow_ones
 from tests.transcripts import Recorder
 
 pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("quick_compilation")]
@@ -93,7 +94,7 @@ def assert_lossless(recorder: Recorder) -> None:
     assert recorder.report.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+@pytest.mark.parametrize("num_drafts", slow_ones([1, 2, 5], lambda k: k < 5))
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_output_is_that_of_plain_decoding(name, num_drafts):
     model, drafter = pair(name, num_drafts)
@@ -103,7 +104,7 @@ def test_greedy_output_is_that_of_plain_decoding(name, num_drafts):
         assert recorder.report.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_ones(NAMES, lambda name: name not in ("eagle3", "mtp")))
 def test_neighbours_chunks_and_the_order_of_pages_do_not_change_a_draft(name, rng):
     """With eight drafts, or as many as the method allows; the output is plain decoding's, too."""
     model, drafter = pair(name, min(8, MOST_DRAFTS.get(name, 8)))
@@ -115,7 +116,7 @@ def test_neighbours_chunks_and_the_order_of_pages_do_not_change_a_draft(name, rn
         assert any(step.drafts for step in steps)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_drafts", slow_ones([1, 2, 5, 8], lambda k: k != 5))
 def test_a_draft_model_that_is_the_target_is_always_right(num_drafts):
     model = target(ModelConfig.tiny())
     config = DraftModelConfig(num_drafts=num_drafts, model=model.config)

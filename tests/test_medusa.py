@@ -1,6 +1,7 @@
 """Medusa drafts: as recorded, in trees, sampled, and at the limits."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -12,10 +13,10 @@ from jspec.axes import PAD_TOKEN
 from jspec.models.medusa import HeadsConfig
 from jspec.proposers.medusa import PROPOSER, MedusaConfig
 from jspec.tree import Tree
-from tests.conftest import GOLDEN
+from tests import recordings
+from tests.heads import NEAR_TIE, gaps, target_of
 from tests.medusa_heads import (
     CACHE,
-    NAMES,
     TOLERANCE,
     D,
     V,
@@ -36,11 +37,6 @@ def target():
     return load_target()
 
 
-@pytest.fixture(scope="module")
-def recorded():
-    return {name: dict(np.load(GOLDEN / "models" / name / "expected.npz")) for name in NAMES}
-
-
 class Watched(decode.Engine):
     """The loop itself, which also keeps what its last step read and drafted."""
 
@@ -56,56 +52,80 @@ class Watched(decode.Engine):
         return [prompts[self.scheduler.running[slot].index] for slot in self.slots if slot >= 0]
 
 
-def top_gap(x):
-    best = np.sort(x, axis=-1)
-    return best[..., -1] - best[..., -2]
+@functools.cache
+def logits_of(name):
+    """Scores of every head [K, n, V] over each recorded prompt."""
+    drafter, data = load(name, target_of(name)), recordings.expected(name)
+    return [
+        np.stack(
+            [
+                logits(drafter, data[f"target_hidden_{i}"], k)
+                for k in range(drafter.config.num_drafts)
+            ]
+        )
+        for i in range(recordings.num_prompts(data))
+    ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_head_gives_the_recorded_logits_at_every_position(name, target, recorded):
-    drafter, data = load(name, target), recorded[name]
+@recordings.each_model("medusa")
+def test_every_head_gives_the_recorded_logits_at_every_position(name):
+    data = recordings.expected(name)
     key = "logits_with_neginf" if "logits_with_neginf_0" in data else "logits"
-    for i in range(3):
-        hidden = data[f"target_hidden_{i}"]
-        for k in range(drafter.config.num_drafts):
-            got, wanted = logits(drafter, hidden, k), data[f"{key}_{i}"][k]
-            np.testing.assert_allclose(got, wanted, **TOLERANCE)
-            np.testing.assert_allclose(top_gap(got), data[f"all_gap_{i}"][k], **TOLERANCE)
-            differs = got.argmax(-1) != data[f"all_tokens_{i}"][k]
-            assert not (differs & (data[f"all_gap_{i}"][k] > 1e-3)).any()
-            gap = data[f"draft_gap_{i}"][k]
-            np.testing.assert_allclose(top_gap(got[-1]), gap, **TOLERANCE)
+    for i, got in enumerate(logits_of(name)):
+        np.testing.assert_allclose(got, data[f"{key}_{i}"], **TOLERANCE)
+        gap = data[f"all_gap_{i}"]
+        np.testing.assert_allclose(gaps(got), gap, **TOLERANCE)
+        differs = got.argmax(-1) != data[f"all_tokens_{i}"]
+        assert not (differs & (gap > NEAR_TIE)).any()
+        np.testing.assert_allclose(gaps(got[:, -1]), data[f"draft_gap_{i}"], **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_recorded_prompts_get_the_recorded_drafts_in_one_batch(name, target, recorded):
-    """The target reads three prompts of unequal length; its hidden states go to the heads."""
-    drafter, data = load(name, target), recorded[name]
-    prompts = [data[f"prompt_{i}"].tolist() for i in range(3)]
-    engine = Watched(target, prompts, *drafter, max_tokens=9, max_requests=4, stop_ids=())
+@functools.cache
+def first_step_of(name):
+    """Runs the recorded prompts of unequal length at once; the heads read the target's states."""
+    target, data = target_of(name), recordings.expected(name)
+    prompts = [data[f"prompt_{i}"].tolist() for i in range(recordings.num_prompts(data))]
+    drafter = load(name, target)
+    engine = Watched(
+        *(target, prompts, *drafter), max_tokens=9, max_requests=len(prompts) + 1, stop_ids=()
+    )
     engine.step()
+    order = [prompts.index(prompt) for prompt in engine.prompts_in_order(prompts)]
+    return engine.hidden, engine.verified, engine.drafts, order, drafter.config.num_drafts
+
+
+@recordings.each_model("medusa")
+def test_the_recorded_prompts_get_the_recorded_drafts_in_one_batch(name):
+    data = recordings.expected(name)
+    hidden, verified, drafts, order, num_heads = first_step_of(name)
     start = 0
-    for i, prompt in enumerate(engine.prompts_in_order(prompts)):
-        which = prompts.index(prompt)
-        rows = engine.hidden[start : start + len(prompt)]
-        np.testing.assert_allclose(rows, data[f"target_hidden_{which}"], **TOLERANCE)
-        assert engine.verified[i, 0] == data[f"next_token_{which}"]
-        assert engine.drafts.tokens[i].tolist() == data[f"draft_tokens_{which}"].tolist()
-        start += len(prompt)
-    assert engine.drafts.num_drafts.tolist() == [drafter.config.num_drafts] * 3 + [0]
+    for i, which in enumerate(order):
+        wanted = data[f"target_hidden_{which}"]
+        np.testing.assert_allclose(hidden[start : start + len(wanted)], wanted, **TOLERANCE)
+        assert verified[i, 0] == data[f"next_token_{which}"]
+        assert drafts.tokens[i].tolist() == data[f"draft_tokens_{which}"].tolist()
+        start += len(wanted)
+    assert drafts.num_drafts.tolist() == [num_heads] * len(order) + [0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_tree_has_the_recorded_best_tokens_of_each_head(name, target, recorded):
-    num_heads = load(name, target).config.num_drafts
-    tree = Tree([(0,) * level + (rank,) for level in range(num_heads) for rank in range(4)])
-    drafter, data = load(name, target, tree=tree), recorded[name]
-    hidden = np.stack([data[f"target_hidden_{i}"][-1] for i in range(3)])
-    drafts = draft(drafter, hidden)
-    for i in range(3):
+@functools.cache
+def best_of_each_head(name, width):
+    """Drafts a tree of each head's best tokens: (drafts, tree)."""
+    num_heads = load(name, target_of(name)).config.num_drafts
+    paths = [(0,) * level + (rank,) for level in range(num_heads) for rank in range(width)]
+    drafter, data = load(name, target_of(name), tree=Tree(paths)), recordings.expected(name)
+    last = [data[f"target_hidden_{i}"][-1] for i in range(recordings.num_prompts(data))]
+    return draft(drafter, np.stack(last)), Tree(paths)
+
+
+@recordings.each_model("medusa")
+def test_a_tree_has_the_recorded_best_tokens_of_each_head(name):
+    data = recordings.expected(name)
+    drafts, tree = best_of_each_head(name, data["top4_0"].shape[1])
+    for i in range(recordings.num_prompts(data)):
         assert drafts.tokens[i].tolist() == data[f"top4_{i}"].reshape(-1).tolist()
         assert drafts.parents[i].tolist() == tree.parents.tolist()
-    assert drafts.num_drafts.tolist() == [tree.num_nodes] * 3
+    assert set(drafts.num_drafts.tolist()) == {tree.num_nodes}
 
 
 def test_the_last_accepted_row_of_each_request_feeds_the_heads(target):
@@ -275,7 +295,7 @@ def test_a_tree_that_does_not_fit_the_heads_is_refused():
 
 def test_decoding_with_recorded_heads_and_trees_of_them_equals_plain_decoding(target):
     """A tree holds the chain and more, and accepts more."""
-    data = np.load(GOLDEN / "models" / "e2e_llama_medusa" / "expected.npz")
+    data = recordings.expected("e2e_llama_medusa")
     prompts = [data[f"prompt_{i}"].tolist() for i in range(8)]
     run = {"max_tokens": 24, "stop_ids": (), "chunk_size": 8}
     tree = Tree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])

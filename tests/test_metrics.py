@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import io
-import json
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -22,18 +21,17 @@ from jspec.metrics import (
     SpecDecodingProm,
     SpecDecodingStats,
 )
+from tests import recordings
 from tests.batches import unchecked
 
 HERE = Path(__file__).parent
 DOC = (HERE.parent / "docs" / "metrics.md").read_text()
-CASES = json.loads((HERE / "golden" / "metrics.json").read_text())
-REFUSED = "accepted_over_k"  # recorded as an AssertionError after the totals changed; ours differs
 LABELS = ["model_name", "engine"]
 
 
 class Clock:
     def __init__(self):
-        self.now = 100.0
+        self.now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -62,15 +60,19 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, frozenset], float]:
     }
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c["name"] != REFUSED], ids=lambda c: c["name"]
-)
+def is_refused(case) -> bool:
+    """Whether a draft of the case is recorded as an error, behind which the counts differ."""
+    return any(step["error"] for step in case["stats_per_step"])
+
+
+@recordings.each_document("metrics.json", only=lambda case: not is_refused(case))
 def test_counts_log_lines_and_counters_are_the_recorded_ones(case):
     clock, registry = Clock(), CollectorRegistry()
     log = SpecDecodingLogging(clock=clock)
     engines = {engine: ["m", str(engine)] for engine in case["engines"]}
     prom = SpecDecodingProm(case["num_spec_tokens"], LABELS, engines, registry=registry)
     recorded_logs = {entry["after_step"]: entry for entry in case["logs"]}
+    assert max(recorded_logs, default=0) < len(case["steps"])
     for index, (step, recorded) in enumerate(
         zip(case["steps"], case["stats_per_step"], strict=True)
     ):
@@ -82,10 +84,12 @@ def test_counts_log_lines_and_counters_are_the_recorded_ones(case):
         if index in recorded_logs:
             entry = recorded_logs[index]
             clock.now += case["elapsed_s"]
-            calls = []
+            assert entry["error"] is None
+            calls, more = [], []
             log.log(lambda line, *args, calls=calls: calls.append((line, args)))
-            log.log(lambda *args: pytest.fail("a line was written for an empty window"))
+            log.log(lambda *args, more=more: more.append(args))
             ((line, args),) = calls
+            assert len(more) == case["log_calls_when_nothing_observed"]
             assert line % args == entry["line"].replace("nan", "n/a")
             for got, want in zip(args, entry["args"], strict=True):
                 if want is None:
@@ -100,15 +104,22 @@ def test_counts_log_lines_and_counters_are_the_recorded_ones(case):
     }
 
 
-def test_a_refused_draft_changes_nothing():
-    (case,) = [c for c in CASES if c["name"] == REFUSED]
-    ((refused, accepted),) = [step["observe"] for step in case["steps"]]
-    stats = SpecDecodingStats.new(case["num_spec_tokens"])
-    with pytest.raises(ValueError, match="bonus token"):
-        stats.observe_draft(*refused)
-    assert stats == SpecDecodingStats.new(case["num_spec_tokens"])
-    stats.observe_draft(*accepted)
-    assert stats == SpecDecodingStats(2, 1, 2, 1, [1, 0])
+@recordings.each_document("metrics.json", only=is_refused)
+def test_a_refused_draft_changes_nothing(case):
+    """Recorded is an AssertionError after the totals had changed."""
+    most = case["num_spec_tokens"]
+    for step, recorded in zip(case["steps"], case["stats_per_step"], strict=True):
+        stats, kept = SpecDecodingStats.new(most), []
+        for drafted, accepted in step["observe"]:
+            if accepted > min(drafted, most):
+                with pytest.raises(ValueError, match="bonus token"):
+                    stats.observe_draft(drafted, accepted)
+            else:
+                stats.observe_draft(drafted, accepted)
+                kept.append((drafted, accepted))
+        assert stats == stats_of(most, kept)
+        error = None if len(kept) == len(step["observe"]) else "AssertionError"
+        assert recorded["error"] == error
 
 
 @pytest.mark.parametrize(

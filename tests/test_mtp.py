@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.cache import init_cache
 from jspec.models import llama, mtp
 from jspec.models.layers import embed, rope_table
 from jspec.proposers import _draft
 from jspec.proposers import mtp as proposer
-from tests.paged import make_view
+from tests import recordings
+from tests.heads import GAP_TOLERANCE, NEAR_TIE, TOLERANCE, gaps
+from tests.paged import make_view, poisoned_cache
 from tests.steps import Row, make_step
 
 pytestmark = pytest.mark.any_device
@@ -23,31 +24,32 @@ PAGE_SIZE, PAGES = 5, 16
 CACHE = jspec.CacheConfig(
     num_pages=4 * PAGES, page_size=PAGE_SIZE, max_model_len=PAGE_SIZE * PAGES, dtype="float32"
 )
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32, as the recording's README says
 
 
 @functools.cache
 def load(folder):
     model = jspec.load(folder, "float32")
-    drafter = jspec.load(folder, target=model, num_drafts=4)
-    return model, drafter, dict(np.load(folder / "expected.npz"))
+    data = recordings.expected(folder.name)
+    drafter = jspec.load(folder, target=model, num_drafts=1 + len(data["chain_tokens_0"]))
+    return model, drafter, data
 
 
 @pytest.fixture
-def recorded(golden):
-    return load(golden / "models" / "mimo_mtp")
+def recorded():
+    return load(recordings.MODELS / "mimo_mtp")
 
 
 def first_rows(config, data):
     """The recorded prompts as one ragged, padded step, and the rows of its first pass."""
-    prompts = [data[f"prompt_{i}"] for i in range(3)]
+    prompts = range(recordings.num_prompts(data))
     scheduled, verified = as_step(
-        prompts,
-        [data[f"target_hidden_{i}"] for i in range(3)],
-        [data[f"next_token_{i}"] for i in range(3)],
+        [data[f"prompt_{i}"] for i in prompts],
+        [data[f"target_hidden_{i}"] for i in prompts],
+        [data[f"next_token_{i}"] for i in prompts],
         config,
     )
-    batch = jspec.prepare(*jax.tree.map(jnp.asarray, (scheduled, verified)), vocab_size=128)
+    step = jax.tree.map(jnp.asarray, (scheduled, verified))
+    batch = jspec.prepare(*step, vocab_size=config.vocab_size)
     rows = _draft.first_pass(
         batch, num_slots=1, shift=True, page_size=PAGE_SIZE, max_model_len=CACHE.max_model_len
     )
@@ -74,30 +76,42 @@ def as_step(prompts, hidden, next_tokens, config, *, num_rows=None):
     return scheduled, verified
 
 
-def test_the_target_of_the_recording_gives_its_logits_and_hidden_states(recorded):
-    model, drafter, data = recorded
+@functools.cache
+def target_pass_of(name):
+    """Runs the recorded prompts through the model itself: (logits, hidden, rows of each)."""
+    model, drafter, data = load(recordings.MODELS / name)
     (layer,) = proposer.reads(drafter.config).hidden_layers
-    lens = [len(data[f"prompt_{i}"]) for i in range(3)]
-    ids = np.concatenate([data[f"prompt_{i}"] for i in range(3)]).astype(np.int32)
-    tables = np.arange(3 * PAGES, dtype=np.int32).reshape(3, PAGES)
-    view = make_view(tables, [0] * 3, lens, page_size=PAGE_SIZE)
+    prompts = [data[f"prompt_{i}"] for i in range(recordings.num_prompts(data))]
+    n, config = len(prompts), model.config
+    ids = np.concatenate(prompts).astype(np.int32)
+    tables = np.arange(n * PAGES, dtype=np.int32).reshape(n, PAGES)
+    view = make_view(tables, [0] * n, [len(prompt) for prompt in prompts], page_size=PAGE_SIZE)
     logits, hidden, _ = jax.jit(llama.forward, static_argnames=("config", "hidden_layers"))(
-        model.config,
+        config,
         model.params,
         ids,
         view,
-        init_cache(CACHE, num_layers=3, num_kv_heads=2, head_dim=16),
+        poisoned_cache(config, num_pages=n * PAGES, page_size=PAGE_SIZE),
         logit_rows=np.arange(len(ids), dtype=np.int32),
         hidden_layers=(layer,),
     )
-    for i in range(3):
-        at = slice(*view.query_start[i : i + 2])
+    return np.asarray(logits), np.asarray(hidden), view.query_start
+
+
+@recordings.each_model("mtp")
+def test_the_target_of_the_recording_gives_its_logits_and_hidden_states(name):
+    data, (logits, hidden, start) = recordings.expected(name), target_pass_of(name)
+    for i in range(recordings.num_prompts(data)):
+        at = slice(*start[i : i + 2])
         np.testing.assert_allclose(logits[at], data[f"logits_{i}"], **TOLERANCE)
         np.testing.assert_allclose(hidden[at], data[f"target_hidden_{i}"], **TOLERANCE)
+        assert np.argmax(logits[at][-1]) == data[f"next_token_{i}"]
 
 
-def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(recorded):
-    _, (config, params), data = recorded
+@functools.cache
+def first_pass_of(name):
+    """Runs the first module over the recorded prompts: (out, out unmasked, logits, rows)."""
+    _, (config, params), data = load(recordings.MODELS / name)
     batch, rows = first_rows(config, data)
 
     @jax.jit
@@ -113,18 +127,25 @@ def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(recorded):
         unmasked = module.final_norm(module.layer(x, rope, rows.view, pages, 0)[0])
         return out, unmasked, model.logits(out)
 
-    out, unmasked, logits = outputs(params, rows, proposer.init(config, params, CACHE, 4))
-    for i in range(3):
-        at = slice(*batch.query_start[i : i + 2])
+    found = outputs(params, rows, proposer.init(config, params, CACHE, 4))
+    return *jax.tree.map(np.asarray, found), np.asarray(batch.query_start)
+
+
+@recordings.each_model("mtp")
+def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name):
+    data, (out, unmasked, logits, start) = recordings.expected(name), first_pass_of(name)
+    for i in range(recordings.num_prompts(data)):
+        at = slice(*start[i : i + 2])
         np.testing.assert_allclose(out[at], data[f"mtp_hidden_{i}"], **TOLERANCE)
         np.testing.assert_allclose(unmasked[at], data[f"mtp_hidden_unmasked_{i}"], **TOLERANCE)
         np.testing.assert_allclose(logits[at], data[f"mtp_logits_{i}"], **TOLERANCE)
-        two = np.sort(logits[at], axis=-1)[:, -2:]
-        np.testing.assert_allclose(two[:, 1] - two[:, 0], data[f"mtp_gap_{i}"], atol=2e-4)
+        np.testing.assert_allclose(gaps(logits[at]), data[f"mtp_gap_{i}"], **GAP_TOLERANCE)
 
 
-def test_the_chain_gives_the_recorded_logits_and_tokens(recorded):
-    _, (config, params), data = recorded
+@functools.cache
+def chain_of(name):
+    """Drafts one token more than the recorded chain: (drafts, logits of each [B, K, V])."""
+    _, (config, params), data = load(recordings.MODELS / name)
     batch, _ = first_rows(config, data)
     seen = []
 
@@ -144,37 +165,76 @@ def test_the_chain_gives_the_recorded_logits_and_tokens(recorded):
             pages,
             page_size=PAGE_SIZE,
             max_model_len=CACHE.max_model_len,
-            steps=4,
+            steps=config.num_drafts,
             shift=True,
         )
 
     _, drafts = draft(params, proposer.init(config, params, CACHE, 4), batch)
     jax.effects_barrier()
-    assert len(seen) == 4
-    for i in range(3):
+    assert len(seen) == config.num_drafts
+    return np.asarray(drafts.tokens), np.stack(seen, axis=1)
+
+
+@recordings.each_model("mtp")
+def test_the_chain_gives_the_recorded_logits_and_tokens(name):
+    data, (tokens, logits) = recordings.expected(name), chain_of(name)
+    for i in range(recordings.num_prompts(data)):
         # The recorded chain begins with the last row of the first pass.
-        wanted = data[f"chain_logits_{i}"]
-        got = np.stack([np.asarray(step[i]) for step in seen])[: len(wanted)]
-        np.testing.assert_allclose(got, wanted, **TOLERANCE)
-        two = np.sort(got, axis=-1)[:, -2:]
-        np.testing.assert_allclose(two[:, 1] - two[:, 0], data[f"chain_gap_{i}"], atol=2e-4)
-        assert (data[f"chain_gap_{i}"] > 1e-3).all()  # no near tie to excuse
-        assert drafts.tokens[i, : len(wanted)].tolist() == data[f"chain_tokens_{i}"].tolist()
+        wanted = data[f"chain_tokens_{i}"].tolist()
+        got, gap = logits[i, : len(wanted)], data[f"chain_gap_{i}"]
+        np.testing.assert_allclose(got, data[f"chain_logits_{i}"], **TOLERANCE)
+        np.testing.assert_allclose(gaps(got), gap, **GAP_TOLERANCE)
+        assert (gap > NEAR_TIE).all()  # nothing to excuse
+        assert tokens[i, : len(wanted)].tolist() == wanted
 
 
-def test_generated_text_is_the_recorded_continuation_whatever_is_drafted(recorded):
-    model, (config, params), data = recorded
-    prompts = [data[f"prompt_{i}"].tolist() for i in range(3)]
-    report = jspec.generate(model, prompts, config, params, max_tokens=16, stop_ids=())
-    for i, generation in enumerate(report.generations):
-        assert (data[f"continuation_gap_{i}"] > 1e-3).all()
-        assert generation.tokens == data[f"continuation_{i}"].tolist()
-    assert report.stats.num_accepted_tokens > 0
+@functools.cache
+def text_of(name):
+    """Decodes the recorded prompts with their model's modules: (tokens of each, accepted)."""
+    model, (config, params), data = load(recordings.MODELS / name)
+    prompts = [data[f"prompt_{i}"].tolist() for i in range(recordings.num_prompts(data))]
+    longest = len(data["continuation_0"])
+    report = jspec.generate(model, prompts, config, params, max_tokens=longest, stop_ids=())
+    return [g.tokens for g in report.generations], report.stats.num_accepted_tokens
+
+
+@recordings.each_model("mtp")
+def test_generated_text_is_the_recorded_continuation_whatever_is_drafted(name):
+    data, (texts, num_accepted) = recordings.expected(name), text_of(name)
+    for i, tokens in enumerate(texts):
+        assert (data[f"continuation_gap_{i}"] > NEAR_TIE).all()
+        assert tokens == data[f"continuation_{i}"].tolist()
+    assert num_accepted > 0
+
+
+@functools.cache
+def continuation_gaps_of(name):
+    """Reads each recorded prompt with its continuation: gaps of the logits of each token."""
+    model, _, data = load(recordings.MODELS / name)
+    found = []
+    for i in range(recordings.num_prompts(data)):
+        prompt, text = data[f"prompt_{i}"], data[f"continuation_{i}"]
+        ids = np.concatenate([prompt, text[:-1]]).astype(np.int32)
+        rows = np.arange(len(prompt) - 1, len(ids), dtype=np.int32)
+        view = make_view(np.arange(PAGES)[None], [0], [len(ids)], page_size=PAGE_SIZE)
+        cache = poisoned_cache(model.config, num_pages=PAGES, page_size=PAGE_SIZE)
+        logits, _, _ = jax.jit(llama.forward, static_argnames="config")(
+            model.config, model.params, ids, view, cache, logit_rows=rows
+        )
+        found.append(gaps(np.asarray(logits)))
+    return found
+
+
+@recordings.each_model("mtp")
+def test_the_text_has_the_recorded_gaps_between_its_best_tokens(name):
+    data = recordings.expected(name)
+    for i, got in enumerate(continuation_gaps_of(name)):
+        np.testing.assert_allclose(got, data[f"continuation_gap_{i}"], **GAP_TOLERANCE)
 
 
 @pytest.fixture
-def checkpoint(golden):
-    return jspec.checkpoint.read(golden / "models" / "mimo_mtp")
+def checkpoint():
+    return jspec.checkpoint.read(recordings.MODELS / "mimo_mtp")
 
 
 def changed(checkpoint, config=(), tensors=lambda name, tensor: [(name, tensor)]):
@@ -191,8 +251,8 @@ def draft_with(checkpoint, target, **options):
     return proposer.load(checkpoint, target, dtype="float32", **options)
 
 
-def test_a_model_is_its_own_drafter_and_shares_embedding_and_head(golden):
-    folder = golden / "models" / "mimo_mtp"
+def test_a_model_is_its_own_drafter_and_shares_embedding_and_head():
+    folder = recordings.MODELS / "mimo_mtp"
     model = jspec.load(folder, "float32")
     drafter = jspec.load(folder, target=model)
     assert isinstance(drafter.config, jspec.MTPConfig)

@@ -14,6 +14,7 @@ from jspec.config import ModelConfig
 from jspec.models import mtp
 from jspec.proposers import _in_turn
 from jspec.proposers import mtp as proposer
+from tests.marks import slow_ones
 from tests.paged import make_view
 from tests.steps import Row, make_step
 
@@ -115,7 +116,9 @@ def step(state, rows, *, num_rows=40, **changes):
     return state, np.asarray(drafts.tokens), np.asarray(drafts.num_drafts)
 
 
-@pytest.mark.parametrize("num_modules,num_drafts", [(1, 3), (2, 3), (3, 8)])
+@pytest.mark.parametrize(
+    "num_modules,num_drafts", slow_ones([(1, 3), (2, 3), (3, 8)], lambda modules, _: modules != 2)
+)
 def test_modules_in_turn_draft_what_the_plain_loop_drafts(num_modules, num_drafts, rng):
     """Prompts of uneven length, a chunked one, then steps with accepted and rejected drafts."""
     config = config_of(num_modules, num_drafts)

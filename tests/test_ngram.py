@@ -1,7 +1,6 @@
 """N-gram lookup: the definition, both drafters step by step, and what is special on the host."""
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 import jspec
 from jspec.axes import PAD_TOKEN
 from jspec.proposers import find, ngram
+from tests import recordings
 from tests.oracles import ngram as oracle
 from tests.steps import POISON, Row, make_step
 
@@ -125,16 +125,16 @@ def test_the_linear_search_finds_what_the_definition_says(
     assert searched(tokens, **kwargs) == oracle.draft(tokens, **kwargs)
 
 
-def test_the_recorded_cpu_drafts_are_reproduced(golden):
-    data = np.load(golden / "ngram_cpu_gpu.npz")
-    for i, scalars in enumerate(map(json.loads, data["scalars"])):
-        case = {key: data[f"c{i:03d}.{key}"] for key in ("in.token_ids", "in.num_tokens")}
-        lengths = np.where(data[f"c{i:03d}.in.has_sampled"], case["in.num_tokens"], np.int32(0))
-        tokens, count = ngram.propose_batch(
-            case["in.token_ids"], lengths, num_drafts=scalars.pop("k"), **scalars
-        )
-        np.testing.assert_array_equal(tokens, data[f"c{i:03d}.out.cpu_drafts"])
-        np.testing.assert_array_equal(count, data[f"c{i:03d}.out.cpu_num"])
+@recordings.each_case("ngram_cpu_gpu")
+def test_the_recorded_cpu_drafts_are_reproduced(case):
+    _, given, want, scalars = case
+    lengths = np.where(given["has_sampled"], given["num_tokens"], np.int32(0))
+    limits = {name: scalars[name] for name in ("min_n", "max_n", "max_model_len")}
+    tokens, count = ngram.propose_batch(
+        given["token_ids"], lengths, num_drafts=scalars["k"], **limits
+    )
+    np.testing.assert_array_equal(tokens, want["cpu_drafts"])
+    np.testing.assert_array_equal(count, want["cpu_num"])
 
 
 # Configuration.

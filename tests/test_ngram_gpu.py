@@ -1,7 +1,6 @@
 """N-gram lookup on the device: the ops, against recordings, the definition and the host search."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 
 from jspec.axes import PAD_TOKEN
 from jspec.proposers import ngram, ngram_gpu
+from tests import recordings
 from tests.oracles import ngram as oracle
 from tests.steps import POISON
 
@@ -17,15 +17,6 @@ match = jax.jit(ngram_gpu.ngram_match, static_argnames=("min_n", "max_n", "num_d
 append_tokens = jax.jit(ngram_gpu.append_tokens)
 update_token_ids = jax.jit(ngram_gpu.update_token_ids, static_argnames="vocab_size")
 update_incremental = jax.jit(ngram_gpu.update_incremental)
-
-
-def cases(golden, family):
-    """Yields (scalars, arrays) of each recorded case."""
-    data = np.load(golden / f"{family}.npz")
-    for i, scalars in enumerate(map(json.loads, data["scalars"])):
-        prefix = f"c{i:03d}."
-        keys = [key for key in data.files if key.startswith(prefix)]
-        yield scalars, {key.removeprefix(prefix): data[key] for key in keys}
 
 
 def sizes(scalars):
@@ -40,65 +31,70 @@ def assert_equal(got, wanted):
 # Recordings.
 
 
-def test_the_recorded_matches_are_reproduced(golden):
-    for scalars, case in cases(golden, "ngram_cpu_gpu"):
-        lengths = case["in.num_tokens"]
-        mask = case["in.has_sampled"] & (lengths >= scalars["min_n"])
-        got = match(case["in.token_ids"], lengths, mask, **sizes(scalars))
-        assert_equal(got, (case["out.gpu_drafts"], case["out.gpu_num"]))
+@recordings.each_case("ngram_cpu_gpu")
+def test_the_recorded_matches_are_reproduced(case):
+    scalars = case.scalars
+    lengths = case.given["num_tokens"]
+    mask = case.given["has_sampled"] & (lengths >= scalars["min_n"])
+    got = match(case.given["token_ids"], lengths, mask, **sizes(scalars))
+    assert_equal(got, (case.want["gpu_drafts"], case.want["gpu_num"]))
 
 
-def test_the_recorded_rows_that_differ_agree_once_the_length_limit_is_applied(golden):
-    for scalars, case in cases(golden, "ngram_cpu_gpu"):
-        room = np.clip(scalars["max_model_len"] - case["in.num_tokens"], 0, scalars["k"])
-        capped = np.minimum(case["out.gpu_num"], room)
-        np.testing.assert_array_equal(capped, case["out.cpu_num"])
-        assert (case["out.differ"] == (capped != case["out.gpu_num"])).all()
+@recordings.each_case("ngram_cpu_gpu")
+def test_the_recorded_rows_that_differ_agree_once_the_length_limit_is_applied(case):
+    scalars = case.scalars
+    room = np.clip(scalars["max_model_len"] - case.given["num_tokens"], 0, scalars["k"])
+    capped = np.minimum(case.want["gpu_num"], room)
+    np.testing.assert_array_equal(capped, case.want["cpu_num"])
+    assert (case.want["differ"] == (capped != case.want["gpu_num"])).all()
 
 
-def test_the_recorded_appends_and_their_matches_are_reproduced(golden):
-    for scalars, case in cases(golden, "ngram_gpu_propose"):
-        before, count = case["in.num_tokens_no_spec"], case["in.valid_sampled_tokens_count"]
-        sampled = case["in.valid_sampled_token_ids"]
-        token_ids = append_tokens(case["in.token_ids"], before, sampled, count)
-        mask = (count > 0) & (before + count >= scalars["min_n"])
-        drafts, num_valid = match(token_ids, before + count, mask, **sizes(scalars))
-        defined = case["out.row_is_well_defined"]
-        assert_equal(
-            [np.asarray(x)[defined] for x in (token_ids, drafts, num_valid)],
-            [
-                case[f"out.{name}"][defined]
-                for name in ("token_ids", "draft_tokens", "num_valid_draft_tokens")
-            ],
-        )
+@recordings.each_case("ngram_gpu_propose")
+def test_the_recorded_appends_and_their_matches_are_reproduced(case):
+    scalars = case.scalars
+    before, count = case.given["num_tokens_no_spec"], case.given["valid_sampled_tokens_count"]
+    sampled = case.given["valid_sampled_token_ids"]
+    token_ids = append_tokens(case.given["token_ids"], before, sampled, count)
+    mask = (count > 0) & (before + count >= scalars["min_n"])
+    drafts, num_valid = match(token_ids, before + count, mask, **sizes(scalars))
+    defined = case.want["row_is_well_defined"]
+    assert_equal(
+        [np.asarray(x)[defined] for x in (token_ids, drafts, num_valid)],
+        [
+            case.want[f"{name}"][defined]
+            for name in ("token_ids", "draft_tokens", "num_valid_draft_tokens")
+        ],
+    )
 
 
-def test_the_recorded_token_updates_are_reproduced(golden):
-    for scalars, case in cases(golden, "ngram_gpu_update_token_ids"):
-        wanted = case["out.valid_sampled_token_ids"]
-        got = update_token_ids(
-            case["in.sampled_token_ids"][:, : wanted.shape[1]],  # lists are as wide as the longest
-            case["in.token_ids"],
-            case["in.num_tokens_no_spec"],
-            case["in.discard_request_mask"],
-            vocab_size=scalars["vocab_size"],
-        )
-        names = ("next_token_ids", "valid_sampled_tokens_count")
-        assert_equal(got, [*(case[f"out.{name}"] for name in names), wanted])
+@recordings.each_case("ngram_gpu_update_token_ids")
+def test_the_recorded_token_updates_are_reproduced(case):
+    scalars = case.scalars
+    wanted = case.want["valid_sampled_token_ids"]
+    got = update_token_ids(
+        case.given["sampled_token_ids"][:, : wanted.shape[1]],  # lists are as wide as the longest
+        case.given["token_ids"],
+        case.given["num_tokens_no_spec"],
+        case.given["discard_request_mask"],
+        vocab_size=scalars["vocab_size"],
+    )
+    names = ("next_token_ids", "valid_sampled_tokens_count")
+    assert_equal(got, [*(case.want[f"{name}"] for name in names), wanted])
 
 
-def test_the_recorded_reorderings_are_reproduced(golden):
-    for scalars, case in cases(golden, "ngram_gpu_incremental"):
-        got = update_incremental(
-            case["in.token_ids_gpu"],
-            case["in.num_tokens_gpu"],
-            case["in.token_ids_cpu"],
-            case["in.num_tokens_cpu"],
-            case["in.cur_index"],
-            case["in.prev_index"],
-            case["in.is_new"] | scalars["first_run"],
-        )
-        assert_equal(got, (case["out.token_ids_gpu"], case["out.num_tokens_gpu"]))
+@recordings.each_case("ngram_gpu_incremental")
+def test_the_recorded_reorderings_are_reproduced(case):
+    scalars = case.scalars
+    got = update_incremental(
+        case.given["token_ids_gpu"],
+        case.given["num_tokens_gpu"],
+        case.given["token_ids_cpu"],
+        case.given["num_tokens_cpu"],
+        case.given["cur_index"],
+        case.given["prev_index"],
+        case.given["is_new"] | scalars["first_run"],
+    )
+    assert_equal(got, (case.want["token_ids_gpu"], case.want["num_tokens_gpu"]))
 
 
 # The matcher.

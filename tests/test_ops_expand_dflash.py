@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from jspec.axes import PAD_SLOT
 from jspec.pallas import expand_dflash
-from tests.op_runs import POISON, ROADS, assert_same, padded, recorded, run
+from tests import recordings
+from tests.op_runs import POISON, ROADS, assert_same, bucket, padded, run
 from tests.oracles import ops
 
 STATIC = dict(num_drafts=3, page_size=4, mask_token=7, pad_token=3)
@@ -25,22 +26,29 @@ def draw(rng, B: int, T: int, M: int, longest: int = 6):
     return next_token, positions, query_start, table, rng.integers(0, query_len)
 
 
-@pytest.mark.parametrize("road,given,want,scalars", recorded("copy_and_expand_dflash_inputs"))
-def test_every_recorded_case_comes_out_exactly(road, given, want, scalars):
-    B, T, pad = len(given["next_token_ids"]), len(given["target_positions"]), 8
+@pytest.mark.parametrize("road", ROADS)
+@recordings.each_case("copy_and_expand_dflash_inputs")
+def test_every_recorded_case_comes_out_exactly(road, case):
+    _, given, want, scalars = case
+    family = "copy_and_expand_dflash_inputs"  # padded alike, so that few kernels are compiled
+    pad = recordings.largest(family, "in.next_token_ids") + 1
+    num_rows = bucket(len(given["target_positions"]))
+    widest = recordings.largest(family, "in.block_table", axis=1)
+    B, T = len(given["next_token_ids"]), len(given["target_positions"])
     W = scalars["num_speculative_tokens"] + 1
     assert scalars["has_num_rejected"] == ("num_rejected_tokens" in given)
     rejected = given.get("num_rejected_tokens", np.zeros(B, int))
     table = given["block_table"]
-    # Repeating the last column changes no slot, since past the table the last page answers.
-    table = np.pad(table, [(0, 0), (0, 70 - table.shape[1])], mode="edge")
+    is_narrow = (given["target_positions"].max() + W) // scalars["block_size"] >= table.shape[1]
+    if not is_narrow:  # as wide as the others; a narrow one stays, as its last page answers
+        table = np.pad(table, [(0, 0), (0, widest - table.shape[1])], constant_values=POISON)
     rows = run(
         expand_dflash,
         road,
         padded(given["next_token_ids"], pad),
-        padded(given["target_positions"], 560),
+        padded(given["target_positions"], num_rows),
         padded(given["query_start_loc"], pad + 1, value=given["query_start_loc"][-1]),
-        padded(table, pad, 70),
+        padded(table, pad, table.shape[1]),
         padded(rejected, pad),
         num_drafts=W - 1,
         page_size=scalars["block_size"],

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from jspec.axes import PAD_SLOT
 from jspec.pallas import expand_eagle
-from tests.op_runs import POISON, ROADS, assert_same, padded, recorded, run
+from tests import recordings
+from tests.op_runs import POISON, ROADS, assert_same, bucket, padded, run
 from tests.oracles import ops
 
 
@@ -26,13 +27,16 @@ def draw(rng, B: int, T: int, longest: int = 6):
     return token_ids, positions, rng.integers(1000, 1999, B), query_start, last_index
 
 
-CASES = recorded("copy_and_expand_eagle_inputs", few_for_kernels=False)
 MASK, PAD = -5, -6  # stand-ins for each case's own ids, so that its kernel need not compile anew
 
 
-@pytest.mark.parametrize("road,given,want,scalars", CASES)
-def test_every_recorded_case_comes_out_exactly(road, given, want, scalars):
-    T, B = 824, 9
+@pytest.mark.parametrize("road", ROADS)
+@recordings.each_case("copy_and_expand_eagle_inputs")
+def test_every_recorded_case_comes_out_exactly(road, case):
+    _, given, want, scalars = case
+    family = "copy_and_expand_eagle_inputs"  # padded alike, so that few kernels are compiled
+    T = bucket(len(given["target_token_ids"]))
+    B = recordings.largest(family, "in.query_end_loc") + 1
     query_start, last_index = given["query_start_loc"], given["query_end_loc"]
     shift, num_slots = bool(scalars["shift_input_ids"]), scalars["num_padding_slots_per_request"]
     rows = run(

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from jspec.axes import PAD_TOKEN
 from jspec.pallas import next_token
-from tests.op_runs import KERNELS, POISON, ROADS, assert_same, padded, recorded, run
+from tests import recordings
+from tests.op_runs import KERNELS, POISON, ROADS, assert_same, padded, run
 from tests.oracles import ops
 
 VOCAB = 10
@@ -20,16 +21,21 @@ def draw(rng, B: int, W: int):
     return sampled, rng.random(B) < 0.25, rng.integers(0, VOCAB, B)
 
 
-@pytest.mark.parametrize("road,given,want,scalars", recorded("eagle_prepare_next_token_padded"))
-def test_every_recorded_case_comes_out_exactly(road, given, want, scalars):
+@pytest.mark.parametrize("road", ROADS)
+@recordings.each_case("eagle_prepare_next_token_padded")
+def test_every_recorded_case_comes_out_exactly(road, case):
+    _, given, want, scalars = case
+    family = "eagle_prepare_next_token_padded"  # padded alike, so that few kernels are compiled
+    most = recordings.largest(family, "in.sampled_token_ids") + 2
+    widest = recordings.largest(family, "in.sampled_token_ids", axis=1)
     B = len(given["discard_request_mask"])
     sampled = given["sampled_token_ids"][:, : scalars["width"]]
     token, num_valid = run(
         next_token,
         road,
-        padded(padded(sampled, B, 17, value=PAD_TOKEN), 16, 17),
-        padded(given["discard_request_mask"], 16, value=True),
-        padded(given["backup_next_token_ids"], 16),
+        padded(padded(sampled, B, widest, value=PAD_TOKEN), most, widest),
+        padded(given["discard_request_mask"], most, value=True),
+        padded(given["backup_next_token_ids"], most),
         vocab_size=scalars["vocab_size"],
         eager=True,
     )

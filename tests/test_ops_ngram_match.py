@@ -1,7 +1,6 @@
 """ngram_match: recorded cases, the definition, rows read in place, and the host's two searches."""
 
 import functools
-import json
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +14,7 @@ from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.pallas import _backend, _dispatch
 from jspec.pallas.ngram_match import ngram_match
 from jspec.proposers import ngram
+from tests import recordings
 from tests.op_runs import KERNELS, POISON, ROADS, assert_same, padded, run
 from tests.oracles import ngram as oracle
 
@@ -32,15 +32,14 @@ def defined(token_ids, lengths, mask, *, num_drafts, **bounds):
 
 
 @pytest.mark.parametrize("road", KERNELS)
-@pytest.mark.parametrize("case", [2, 5, 20])
-def test_the_kernel_reproduces_recorded_matches(road, case, golden):
-    data = np.load(golden / "ngram_cpu_gpu.npz")
-    scalars, prefix = json.loads(str(data["scalars"][case])), f"c{case:03d}."
-    lengths = data[prefix + "in.num_tokens"]
-    mask = data[prefix + "in.has_sampled"] & (lengths >= scalars["min_n"])
+@recordings.each_case("ngram_cpu_gpu")
+def test_the_kernel_reproduces_recorded_matches(road, case):
+    _, given, want, scalars = case
+    lengths = given["num_tokens"]
+    mask = given["has_sampled"] & (lengths >= scalars["min_n"])
     sizes = dict(min_n=scalars["min_n"], max_n=scalars["max_n"], num_drafts=scalars["k"])
-    got = run(ngram_match, road, data[prefix + "in.token_ids"], lengths, mask, **sizes)
-    assert_same(got, (data[prefix + "out.gpu_drafts"], data[prefix + "out.gpu_num"]))
+    got = run(ngram_match, road, given["token_ids"], lengths, mask, **sizes)
+    assert_same(got, (want["gpu_drafts"], want["gpu_num"]))
 
 
 @pytest.mark.parametrize("road", ROADS)

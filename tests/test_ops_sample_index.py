@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec.pallas import sample_index
-from tests.op_runs import POISON, ROADS, assert_same, padded, recorded, run
+from tests import recordings
+from tests.op_runs import POISON, ROADS, assert_same, padded, run
 from tests.oracles import ops
 
 
@@ -18,18 +19,19 @@ def draw(rng, B: int):
     return np.cumsum(num_drafts), num_valid, query_start
 
 
-@pytest.mark.parametrize(
-    "road,given,want,scalars", recorded("eagle_prepare_inputs_padded", few_for_kernels=False)
-)
-def test_every_recorded_case_comes_out_exactly(road, given, want, scalars):
+@pytest.mark.parametrize("road", ROADS)
+@recordings.each_case("eagle_prepare_inputs_padded")
+def test_every_recorded_case_comes_out_exactly(road, case):
+    _, given, want, scalars = case
     assert not scalars
+    most = recordings.largest("eagle_prepare_inputs_padded", "in.cu_num_draft_tokens") + 2
     B, query_start = len(given["cu_num_draft_tokens"]), given["query_start_loc"]
     last_index, num_rejected = run(
         sample_index,
         road,
-        padded(given["cu_num_draft_tokens"], 80, value=given["cu_num_draft_tokens"][-1]),
-        padded(given["valid_sampled_tokens_count"], 80),
-        padded(query_start, 81, value=query_start[-1]),
+        padded(given["cu_num_draft_tokens"], most, value=given["cu_num_draft_tokens"][-1]),
+        padded(given["valid_sampled_tokens_count"], most),
+        padded(query_start, most + 1, value=query_start[-1]),
     )
     np.testing.assert_array_equal(last_index[:B], want["token_indices_to_sample"])
     np.testing.assert_array_equal(num_rejected[:B], want["num_rejected_tokens"])

@@ -19,6 +19,7 @@ from jspec.proposers.base import Drafter
 from jspec.proposers.draft_model import DraftModelConfig
 from tests.conftest import GOLDEN
 from tests.heads import target as recorded_target
+from tests.marks import slow_ones
 from tests.test_loading import FOLDERS
 
 MODEL = ModelConfig.tiny()
@@ -82,7 +83,7 @@ def test_every_drafter_comes_back_under_the_contract_of_its_config(tmp_path, met
         assert_same(restored.params, params)
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", slow_ones(FOLDERS, lambda name: name != "eagle3_llama"))
 def test_every_recorded_drafter_comes_back_beside_its_target(tmp_path, name):
     model = recorded_target(FOLDERS[name][1])
     drafter = jspec.load(GOLDEN / "models" / name, target=model)

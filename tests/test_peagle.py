@@ -1,6 +1,7 @@
 """P-EAGLE: an EAGLE-3 head that drafts all tokens in one pass, against its recording."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -11,20 +12,21 @@ from jspec.models import eagle3
 from jspec.proposers import _draft
 from jspec.proposers._hf_config import mask_token_of
 from jspec.proposers.eagle3 import PROPOSER, Eagle3Config, draft_model
+from tests import recordings
 from tests import test_contract as contract
 from tests import test_contract_boundary as boundary
 from tests.heads import (
+    GAP_TOLERANCE,
     NEAR_TIE,
-    NUM_PROMPTS,
     PAGE_SIZE,
-    PAGES,
     TOLERANCE,
     checkpoint,
-    recorded,
+    gaps,
     recorded_batch,
+    recorded_cache,
     target,
+    target_of,
 )
-from tests.paged import poisoned_cache
 from tests.steps import Row
 
 pytestmark = pytest.mark.any_device
@@ -52,13 +54,15 @@ def drafter():
     return load()
 
 
-def test_the_pass_gives_the_recorded_rows_and_drafts(drafter, rng):
-    config, params = drafter
-    assert (config.parallel_drafting, config.mask_token) == (True, 126)
-    data = recorded(NAME)
-    batch = recorded_batch(data, config, "aux_hidden", rng)
-    num_pages = NUM_PROMPTS * PAGES
-    cache = poisoned_cache(config.model.decoder, num_pages=num_pages, page_size=PAGE_SIZE)
+@functools.cache
+def pass_of(name):
+    """Runs the one pass: (mask vector, rows, residual stream, logits, drafts, mask token)."""
+    data = recordings.expected(name)
+    K = len(data["draft_tokens_0"])
+    config, params = PROPOSER.load(checkpoint(name), target_of(name), dtype="float32", num_drafts=K)
+    assert config.parallel_drafting
+    batch = recorded_batch(data, config, "aux_hidden")
+    cache = recorded_cache(data, config.model.decoder)
 
     @jax.jit
     def run(params, batch, cache):
@@ -77,26 +81,36 @@ def test_the_pass_gives_the_recorded_rows_and_drafts(drafter, rng):
 
     rows, x, logits = run(params, batch, cache)
     _, drafts = propose(config, params, cache, batch, K)
-    for i in range(NUM_PROMPTS):
-        np.testing.assert_allclose(params["mask_hidden"], data[f"mask_feature_{i}"], **TOLERANCE)
-        at = slice(*rows.view.query_start[i : i + 2])
-        np.testing.assert_array_equal(rows.token_ids[at], data[f"input_ids_{i}"])
+    start = np.asarray(rows.view.query_start)
+    return params["mask_hidden"], rows.token_ids, start, x, logits, drafts, config.mask_token
+
+
+@recordings.each_model("peagle")
+def test_the_pass_gives_the_recorded_rows_and_drafts(name):
+    data = recordings.expected(name)
+    mask_hidden, ids, start, x, logits, drafts, mask_token = pass_of(name)
+    K = drafts.tokens.shape[1]
+    for i in range(recordings.num_prompts(data)):
+        np.testing.assert_allclose(mask_hidden, data[f"mask_feature_{i}"], **TOLERANCE)
+        at = slice(*start[i : i + 2])
+        np.testing.assert_array_equal(ids[at], data[f"input_ids_{i}"])
+        assert (data[f"input_ids_{i}"][1 - K :] == mask_token).all()
         np.testing.assert_allclose(x[at], data[f"out_hidden_{i}"], **TOLERANCE)
         np.testing.assert_allclose(logits[at], data[f"logits_{i}"], **TOLERANCE)
-        assert data[f"draft_gap_{i}"].min() > NEAR_TIE  # nothing to excuse
+        gap = data[f"draft_gap_{i}"]
+        assert gap.min() > NEAR_TIE  # nothing to excuse
+        np.testing.assert_allclose(gaps(logits[at][-K:]), gap, **GAP_TOLERANCE)
         np.testing.assert_array_equal(drafts.tokens[i], data[f"draft_tokens_{i}"])
 
 
-def test_one_draft_is_that_of_the_chain(drafter, rng):
-    data = recorded(NAME)
+def test_one_draft_is_that_of_the_chain(drafter):
+    data = recordings.expected(NAME)
     config, params = drafter.config, drafter.params
-    batch = recorded_batch(data, config, "aux_hidden", rng)
+    batch = recorded_batch(data, config, "aux_hidden")
     chain = dataclasses.replace(config, parallel_drafting=False)
     results = []
     for form in (config, chain):
-        cache = poisoned_cache(
-            config.model.decoder, num_pages=NUM_PROMPTS * PAGES, page_size=PAGE_SIZE
-        )
+        cache = recorded_cache(data, config.model.decoder)
         results.append(propose(form, params, cache, batch, 1))
     (parallel_cache, parallel), (chain_cache, wanted) = results
     np.testing.assert_array_equal(parallel.tokens, wanted.tokens)
@@ -105,7 +119,8 @@ def test_one_draft_is_that_of_the_chain(drafter, rng):
 
 
 def test_decoding_with_it_gives_the_tokens_of_plain_decoding(drafter):
-    prompts = [recorded(NAME)[f"prompt_{i}"].tolist() for i in range(NUM_PROMPTS)]
+    data = recordings.expected(NAME)
+    prompts = [data[f"prompt_{i}"].tolist() for i in range(recordings.num_prompts(data))]
     options = {"max_tokens": 24, "stop_ids": (), "chunk_size": 7}
     plain = jspec.generate_plain(target(), prompts, **options)
     report = jspec.generate(target(), prompts, *drafter, max_requests=2, **options)
@@ -137,6 +152,7 @@ def parallel_contract(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("parallel_contract")
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_contract_of_drafters_holds(rule):

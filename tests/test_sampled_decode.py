@@ -17,6 +17,7 @@ from jspec.proposers.base import Drafter
 from jspec.proposers.draft_model import DraftModelConfig
 from jspec.target import DraftProbs
 from tests.counting import backend_compiles
+from tests.marks import slow_ones
 from tests.test_lossless import OPTIONS, PROMPTS, pair, plain, target
 
 pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("quick_compilation")]
@@ -69,7 +70,9 @@ def test_plain_sampling_of_a_prompt_depends_on_its_own_numbers(plain_mixed):
     assert all(plain_mixed[i] != greedy[i] for i in (0, 2, 3, 4))
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle"])
+@pytest.mark.parametrize(
+    "name", slow_ones(["ngram", "draft_model", "eagle"], lambda name: name != "eagle")
+)
 def test_matched_drafts_give_the_tokens_of_plain_sampling(name, plain_mixed):
     """Whatever drafts: on the host, on the device by sampling, with hidden states."""
     model, drafter = pair("eagle", 3) if name == "eagle" else sampled_pair()
@@ -94,6 +97,7 @@ def test_at_temperature_0_the_tokens_are_those_of_greedy_decoding(verification):
     assert report.stats.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", BY_CHANCE)
 def test_neighbours_chunks_and_the_number_of_rows_do_not_change_what_a_prompt_gets(verification):
     model, drafter = sampled_pair()
@@ -113,6 +117,7 @@ def test_neighbours_chunks_and_the_number_of_rows_do_not_change_what_a_prompt_ge
     assert alone.generations == [wanted[2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verification, drafting",
     [("rejection", None), ("block", BatchSizeSchedule([(1, 1, 3), (2, 3, 2)]))],
@@ -196,6 +201,7 @@ def test_only_block_verification_gives_the_drafter_new_seeds_in_every_step(verif
     assert (MIXED["seed"][2] in seeds) == (not is_new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", BY_CHANCE)
 def test_texts_of_the_loop_are_distributed_as_those_of_plain_sampling(counted, verification):
     """Chi-square of two samples of 2,000 texts; 26 degrees of freedom, p = 0.0001."""
@@ -204,6 +210,7 @@ def test_texts_of_the_loop_are_distributed_as_those_of_plain_sampling(counted, v
     assert ((a - b)[either] ** 2 / (a + b)[either]).sum() < 62
 
 
+@pytest.mark.slow
 def test_a_warmed_loop_neither_compiles_nor_reads_distributions(monkeypatch):
     model, drafter = sampled_pair()
     engine = Engine(
@@ -258,6 +265,7 @@ def test_numbers_out_of_range_are_named_before_anything_compiles(numbers, word):
     assert not compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("min_p,num_pages", [(0.01, 5), ([0.01] * len(PROMPTS), 6)])
 def test_timed_plain_decoding_compiles_before_its_first_token(min_p, num_pages):
     model, _ = pair("draft_model", 3)

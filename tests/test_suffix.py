@@ -1,7 +1,5 @@
 """The suffix cache equals its original on every recorded call, and plain counting on all others."""
 
-import gzip
-import json
 import threading
 
 import numpy as np
@@ -13,12 +11,10 @@ from jspec._numba import entry
 from jspec.suffix import SuffixDecodingCache, SuffixDecodingDraft
 from jspec.suffix import paths as paths_module
 from jspec.suffix import tables as t
-from tests.conftest import GOLDEN
+from tests import recordings
 from tests.oracles import suffix as oracle
 from tests.suffix_trees import paths, text
 
-LIFECYCLES = json.loads(gzip.decompress((GOLDEN / "suffix_decoding.json.gz").read_bytes()))
-RUNS = json.loads(gzip.decompress((GOLDEN / "suffix_proposer.json.gz").read_bytes()))
 METHODS = {
     "start": "start_request",
     "add": "add_active_response",
@@ -57,27 +53,30 @@ def run(cache, op):
         getattr(cache, METHODS[name])(*arguments)
 
 
-@pytest.mark.parametrize("lifecycle", LIFECYCLES, ids=[c["name"] for c in LIFECYCLES])
-def test_every_recorded_call_gives_what_the_original_gave(lifecycle):
-    cache = SuffixDecodingCache(lifecycle["max_tree_depth"], lifecycle["max_cached_requests"])
-    for op in lifecycle["ops"]:
+@recordings.each_document("suffix_decoding.json.gz")
+def test_every_recorded_call_gives_what_the_original_gave(case):
+    cache = SuffixDecodingCache(case["max_tree_depth"], case["max_cached_requests"])
+    for op in case["ops"]:
         run(cache, op)
     paths(cache)
 
 
+@recordings.of_this_repository
 def test_the_recordings_hold_what_they_are_said_to_hold():
-    calls = [op for case in LIFECYCLES for op in case["ops"] if op[0] == "speculate"]
-    assert len(LIFECYCLES) == 72 and len(calls) == 1222
+    lifecycles = [case["ops"] for case in recordings.documents("suffix_decoding.json.gz")]
+    calls = [op for ops in lifecycles for op in ops if op[0] == "speculate"]
+    assert len(lifecycles) == 72 and len(calls) == 1222
     assert sum(bool(op[-1]["token_ids"]) for op in calls) == 837
     assert sum(op[3]["use_tree_spec"] for op in calls) == 417
 
 
-@pytest.mark.parametrize("recorded", RUNS, ids=[r["name"] for r in RUNS])
-def test_the_recorded_drafts_of_a_serving_loop_come_out_with_its_own_lifecycle(recorded):
+@recordings.each_document("suffix_proposer.json.gz")
+def test_the_recorded_drafts_of_a_serving_loop_come_out_with_its_own_lifecycle(case):
     """The original restarts a request that was away from its prompt alone, as is done here."""
-    depth, limit = recorded["max_tree_depth"], recorded["max_model_len"]
-    cache = SuffixDecodingCache(depth, recorded["max_cached_requests"])
-    for step in recorded["steps"]:
+    depth, limit = case["max_tree_depth"], case["max_model_len"]
+    cache = SuffixDecodingCache(depth, case["max_cached_requests"])
+    for step in case["steps"]:
+        assert list(map(len, step["tokens"])) == step["num_tokens"]
         for i, req_id in enumerate(step["req_ids"]):
             tokens, drafts = step["tokens"][i], step["drafts"][i]
             if not step["sampled"][i] or len(tokens) >= limit:
@@ -91,9 +90,9 @@ def test_the_recorded_drafts_of_a_serving_loop_come_out_with_its_own_lifecycle(r
             got = cache.speculate(
                 req_id,
                 tokens[-depth:],
-                max_spec_tokens=min(recorded["num_speculative_tokens"], limit - len(tokens) - 1),
-                max_spec_factor=recorded["max_spec_factor"],
-                min_token_prob=recorded["min_token_prob"],
+                max_spec_tokens=min(case["num_speculative_tokens"], limit - len(tokens) - 1),
+                max_spec_factor=case["max_spec_factor"],
+                min_token_prob=case["min_token_prob"],
             )
             assert got.token_ids == drafts
         for req_id in set(cache.active_requests) - set(step["req_ids"]):

@@ -1,6 +1,5 @@
 """Hidden states kept through torch tensors, and the tokens that its runner goes on from."""
 
-import json
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.conftest import GOLDEN  # noqa: E402
+from tests import recordings  # noqa: E402
 from tests.counting import backend_compiles  # noqa: E402
 from tests.torch_runner import vllm_config  # noqa: E402
 from torch_bridge import ExtractHiddenStatesProposer  # noqa: E402
@@ -73,41 +72,33 @@ def test_steps_of_all_sizes_in_a_bucket_compile_nothing(rng):
     assert not compiled
 
 
-def test_the_next_token_is_the_recorded_one():
-    data = np.load(GOLDEN / "extract_hidden_states_next_token.npz")
-    names, scalars = data["names"], data["scalars"]
-    assert len(names) > 3
+@recordings.each_case("extract_hidden_states_next_token")
+def test_the_next_token_is_the_recorded_one(case):
+    _, given, wanted, scalars = case
     proposer = make()
-    for i in range(len(names)):
-        given = {
-            key.split(".")[-1]: data[key] for key in data.files if key.startswith(f"c{i:03d}.in.")
-        }
-        wanted = {
-            key.split(".")[-1]: data[key] for key in data.files if key.startswith(f"c{i:03d}.out.")
-        }
-        backup = given["backup_token_ids"]
-        ids = [str(b) for b in range(len(backup))]
-        batch = SimpleNamespace(
-            num_reqs=len(ids),
-            req_ids=ids,
-            vocab_size=json.loads(str(scalars[i]))["vocab_size"],
-            num_tokens_no_spec=np.full(len(ids), 3),
-        )
-        requests = {
-            name: SimpleNamespace(get_token_id={2: int(token)}.__getitem__)
-            for name, token in zip(ids, backup, strict=True)
-        }
-        arguments = (
-            torch.tensor(given["sampled_token_ids"], device=DEVICE),
-            requests,
-            batch,
-            torch.tensor(given["discard_request_mask"], device=DEVICE),
-        )
-        for form in (arguments, (None, *arguments)):  # with and without the metadata in front
-            token, count = proposer.prepare_next_token_ids_padded(*form)
-            np.testing.assert_array_equal(token.cpu(), wanted["next_token_ids"])
-            np.testing.assert_array_equal(count.cpu(), wanted["valid_sampled_tokens_count"])
-            assert token.dtype == count.dtype == torch.int32
+    backup = given["backup_token_ids"]
+    ids = [str(b) for b in range(len(backup))]
+    batch = SimpleNamespace(
+        num_reqs=len(ids),
+        req_ids=ids,
+        vocab_size=scalars["vocab_size"],
+        num_tokens_no_spec=np.full(len(ids), 3),
+    )
+    requests = {
+        name: SimpleNamespace(get_token_id={2: int(token)}.__getitem__)
+        for name, token in zip(ids, backup, strict=True)
+    }
+    arguments = (
+        torch.tensor(given["sampled_token_ids"], device=DEVICE),
+        requests,
+        batch,
+        torch.tensor(given["discard_request_mask"], device=DEVICE),
+    )
+    for form in (arguments, (None, *arguments)):  # with and without the metadata in front
+        token, count = proposer.prepare_next_token_ids_padded(*form)
+        np.testing.assert_array_equal(token.cpu(), wanted["next_token_ids"])
+        np.testing.assert_array_equal(count.cpu(), wanted["valid_sampled_tokens_count"])
+        assert token.dtype == count.dtype == torch.int32
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """N-gram lookup through torch tensors: recordings of both drafters, and the one on the host."""
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.conftest import GOLDEN
+from tests import recordings
 from tests.oracles import ngram as oracle
 
 torch = pytest.importorskip("torch")
@@ -25,15 +24,6 @@ from tests.torch_lookup import (  # noqa: E402
     tensor,
 )
 from torch_bridge import ngram as bridge  # noqa: E402
-
-
-def cases(family):
-    """Yields (scalars, arrays) of each recorded case."""
-    data = np.load(GOLDEN / f"{family}.npz")
-    for i, scalars in enumerate(map(json.loads, data["scalars"])):
-        prefix = f"c{i:03d}."
-        keys = [key for key in data.files if key.startswith(prefix)]
-        yield scalars, {key.removeprefix(prefix): data[key] for key in keys}
 
 
 @pytest.fixture(scope="module")
@@ -54,85 +44,81 @@ def host():
 # Recordings.
 
 
-def test_the_recorded_host_drafts_are_reproduced():
-    for scalars, case in cases("ngram_cpu_gpu"):
-        proposer = bridge.NgramProposer(config(**scalars))
-        sampled = [[1] if has else [] for has in case["in.has_sampled"]]
-        tables = (case["in.token_ids"], torch.from_numpy(case["in.token_ids"]))
-        for table, lengths in zip(tables, (case["in.num_tokens"],) * 2, strict=True):
-            drafts = proposer.propose(sampled, lengths, table, slot_mappings=None)
-            for b, draft in enumerate(drafts):
-                assert draft == case["out.cpu_drafts"][b, : case["out.cpu_num"][b]].tolist()
+@recordings.each_case("ngram_cpu_gpu")
+def test_the_recorded_host_drafts_are_reproduced(case):
+    scalars = case.scalars
+    proposer = bridge.NgramProposer(config(**scalars))
+    sampled = [[1] if has else [] for has in case.given["has_sampled"]]
+    tables = (case.given["token_ids"], torch.from_numpy(case.given["token_ids"]))
+    for table, lengths in zip(tables, (case.given["num_tokens"],) * 2, strict=True):
+        drafts = proposer.propose(sampled, lengths, table, slot_mappings=None)
+        for b, draft in enumerate(drafts):
+            assert draft == case.want["cpu_drafts"][b, : case.want["cpu_num"][b]].tolist()
 
 
 @pytest.mark.any_device
-def test_the_recorded_device_drafts_are_reproduced_past_the_length_limit_too(device):
-    differ = 0
-    for scalars, case in cases("ngram_cpu_gpu"):
-        proposer = bridge.NgramProposerGPU(config(**scalars, max_num_seqs=1), device)
-        table, lengths = tensor(case["in.token_ids"], device), case["in.num_tokens"]
-        count = case["in.has_sampled"].astype(np.int32)
-        before = lengths - count
-        sampled = np.take_along_axis(case["in.token_ids"], before[:, None], 1)
-        table.scatter_(1, tensor(before, device).long()[:, None], 99_999)
-        table[torch.tensor(count == 0, device=device)] = tensor(
-            case["in.token_ids"][count == 0], device
-        )
-        got = run(proposer, table, before, sampled, count)
-        assert_tensors(got, (case["out.gpu_drafts"], case["out.gpu_num"]))
-        np.testing.assert_array_equal(table.cpu().numpy(), case["in.token_ids"])
-        differ += case["out.differ"].sum()
-    assert differ > 0
+@recordings.each_case("ngram_cpu_gpu")
+def test_the_recorded_device_drafts_are_reproduced_past_the_length_limit_too(case, device):
+    scalars = case.scalars
+    proposer = bridge.NgramProposerGPU(config(**scalars, max_num_seqs=1), device)
+    table, lengths = tensor(case.given["token_ids"], device), case.given["num_tokens"]
+    count = case.given["has_sampled"].astype(np.int32)
+    before = lengths - count
+    sampled = np.take_along_axis(case.given["token_ids"], before[:, None], 1)
+    table.scatter_(1, tensor(before, device).long()[:, None], 99_999)
+    table[torch.tensor(count == 0, device=device)] = tensor(
+        case.given["token_ids"][count == 0], device
+    )
+    got = run(proposer, table, before, sampled, count)
+    assert_tensors(got, (case.want["gpu_drafts"], case.want["gpu_num"]))
+    np.testing.assert_array_equal(table.cpu().numpy(), case.given["token_ids"])
 
 
 @pytest.mark.any_device
-def test_the_recorded_appends_and_their_drafts_are_reproduced(device):
-    for scalars, case in cases("ngram_gpu_propose"):
-        proposer = bridge.NgramProposerGPU(config(**scalars, max_num_seqs=1), device)
-        names = ("valid_sampled_token_ids", "valid_sampled_tokens_count")
-        before = tensor(case["in.num_tokens_no_spec"], device)
-        table = tensor(case["in.token_ids"], device)
-        drafts, num_valid = proposer.propose(
-            before, table, *(tensor(case[f"in.{name}"], device) for name in names)
-        )
-        np.testing.assert_array_equal(before.cpu(), case["in.num_tokens_no_spec"])
-        defined = case["out.row_is_well_defined"]
-        for got, name in (
-            (table, "token_ids"),
-            (drafts, "draft_tokens"),
-            (num_valid, "num_valid_draft_tokens"),
-        ):
-            np.testing.assert_array_equal(got.cpu().numpy()[defined], case[f"out.{name}"][defined])
+@recordings.each_case("ngram_gpu_propose")
+def test_the_recorded_appends_and_their_drafts_are_reproduced(case, device):
+    scalars = case.scalars
+    proposer = bridge.NgramProposerGPU(config(**scalars, max_num_seqs=1), device)
+    names = ("valid_sampled_token_ids", "valid_sampled_tokens_count")
+    before = tensor(case.given["num_tokens_no_spec"], device)
+    table = tensor(case.given["token_ids"], device)
+    drafts, num_valid = proposer.propose(
+        before, table, *(tensor(case.given[f"{name}"], device) for name in names)
+    )
+    np.testing.assert_array_equal(before.cpu(), case.given["num_tokens_no_spec"])
+    defined = case.want["row_is_well_defined"]
+    for got, name in (
+        (table, "token_ids"),
+        (drafts, "draft_tokens"),
+        (num_valid, "num_valid_draft_tokens"),
+    ):
+        np.testing.assert_array_equal(got.cpu().numpy()[defined], case.want[f"{name}"][defined])
 
 
 @pytest.mark.any_device
-def test_the_recorded_token_updates_are_reproduced(drafter):
-    forms = set()
-    for scalars, case in cases("ngram_gpu_update_token_ids"):
-        ids = case["in.sampled_token_ids"]
-        if scalars["as_list"]:
-            ids = [np.trim_zeros(row + 1, "b") - 1 for row in ids]
-            ids = [row.tolist() for row in ids]
-        else:
-            ids = tensor(ids, drafter.device)
-        forms.add(type(ids))
-        before = copy.deepcopy(ids)
-        batch = SimpleNamespace(
-            num_reqs=len(case["in.num_tokens_no_spec"]), vocab_size=scalars["vocab_size"]
-        )
-        names = ("token_ids", "num_tokens_no_spec", "discard_request_mask")
-        got = drafter.update_token_ids_ngram(
-            ids, batch, *(tensor(case[f"in.{name}"], drafter.device) for name in names)
-        )
-        names = ("next_token_ids", "valid_sampled_tokens_count", "valid_sampled_token_ids")
-        assert_tensors(got, [case[f"out.{name}"] for name in names])
-        assert ids == before if isinstance(ids, list) else torch.equal(ids, before)
-    assert len(forms) == 2
+@recordings.each_case("ngram_gpu_update_token_ids")
+def test_the_recorded_token_updates_are_reproduced(case, drafter):
+    scalars = case.scalars
+    ids = case.given["sampled_token_ids"]
+    if scalars["as_list"]:
+        ids = [np.trim_zeros(row + 1, "b") - 1 for row in ids]
+        ids = [row.tolist() for row in ids]
+    else:
+        ids = tensor(ids, drafter.device)
+    before = copy.deepcopy(ids)
+    batch = SimpleNamespace(
+        num_reqs=len(case.given["num_tokens_no_spec"]), vocab_size=scalars["vocab_size"]
+    )
+    names = ("token_ids", "num_tokens_no_spec", "discard_request_mask")
+    got = drafter.update_token_ids_ngram(
+        ids, batch, *(tensor(case.given[f"{name}"], drafter.device) for name in names)
+    )
+    names = ("next_token_ids", "valid_sampled_tokens_count", "valid_sampled_token_ids")
+    assert_tensors(got, [case.want[f"{name}"] for name in names])
+    assert ids == before if isinstance(ids, list) else torch.equal(ids, before)
 
 
-@pytest.mark.parametrize(
-    "case", json.loads((GOLDEN / "ngram_gpu_trim_drafts.json").read_text()), ids=lambda c: c["name"]
-)
+@recordings.each_document("ngram_gpu_trim_drafts.json")
 def test_the_recorded_trims_are_reproduced(case):
     waited = []
     output = SimpleNamespace(
@@ -148,29 +134,28 @@ def test_the_recorded_trims_are_reproduced(case):
 
 
 @pytest.mark.any_device
-def test_the_recorded_reorderings_are_reproduced(device):
-    for scalars, case in cases("ngram_gpu_incremental"):
-        names = [f"r{j}" for j in range(len(case["in.cur_index"]))]
-        now, before = (
-            {n: int(i) for n, i in zip(names, case[f"in.{which}_index"], strict=True) if i >= 0}
-            for which in ("cur", "prev")
-        )
-        batch = SimpleNamespace(
-            req_id_to_index=now,
-            prev_req_id_to_index=None if scalars["first_run"] else before,
-            num_tokens_no_spec=case["in.num_tokens_cpu"],
-            token_ids_cpu_tensor=torch.from_numpy(case["in.token_ids_cpu"]),
-        )
-        new = [
-            SimpleNamespace(req_id=n)
-            for n, new in zip(names, case["in.is_new"], strict=True)
-            if new
-        ]
-        table, lengths = (tensor(case[f"in.{n}_gpu"], device) for n in ("token_ids", "num_tokens"))
-        buffers = dict(_pinned_idx_buf=torch.zeros(9).long(), _pinned_val_buf=torch.zeros(9).int())
-        bridge.update_ngram_gpu_tensors_incremental(batch, table, lengths, new, device, **buffers)
-        for got, name in ((table, "token_ids_gpu"), (lengths, "num_tokens_gpu")):
-            np.testing.assert_array_equal(got.cpu().numpy(), case[f"out.{name}"])
+@recordings.each_case("ngram_gpu_incremental")
+def test_the_recorded_reorderings_are_reproduced(case, device):
+    scalars = case.scalars
+    names = [f"r{j}" for j in range(len(case.given["cur_index"]))]
+    now, before = (
+        {n: int(i) for n, i in zip(names, case.given[f"{which}_index"], strict=True) if i >= 0}
+        for which in ("cur", "prev")
+    )
+    batch = SimpleNamespace(
+        req_id_to_index=now,
+        prev_req_id_to_index=None if scalars["first_run"] else before,
+        num_tokens_no_spec=case.given["num_tokens_cpu"],
+        token_ids_cpu_tensor=torch.from_numpy(case.given["token_ids_cpu"]),
+    )
+    new = [
+        SimpleNamespace(req_id=n) for n, new in zip(names, case.given["is_new"], strict=True) if new
+    ]
+    table, lengths = (tensor(case.given[f"{n}_gpu"], device) for n in ("token_ids", "num_tokens"))
+    buffers = dict(_pinned_idx_buf=torch.zeros(9).long(), _pinned_val_buf=torch.zeros(9).int())
+    bridge.update_ngram_gpu_tensors_incremental(batch, table, lengths, new, device, **buffers)
+    for got, name in ((table, "token_ids_gpu"), (lengths, "num_tokens_gpu")):
+        np.testing.assert_array_equal(got.cpu().numpy(), case.want[f"{name}"])
 
 
 @pytest.mark.any_device

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from jspec import metadata as jspec_metadata  # noqa: E402
 from jspec.axes import INT32_MAX  # noqa: E402
+from tests import recordings  # noqa: E402
 from tests.op_runs import POISON  # noqa: E402
 from tests.torch_golden import (  # noqa: E402
     counts,
@@ -17,7 +18,6 @@ from tests.torch_golden import (  # noqa: E402
     ints,
     longs,
     metadata,
-    recorded,
     same,
     tensors,
 )
@@ -29,8 +29,9 @@ pytestmark = pytest.mark.any_device
 # --- the five kernels
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("eagle_step_slot_mapping"))
-def test_recorded_steps_are_written_in_place(given, want, scalars):
+@recordings.each_case("eagle_step_slot_mapping")
+def test_recorded_steps_are_written_in_place(case):
+    _, given, want, scalars = case
     given = tensors(given)
     positions, seq_lens = given["positions"], given["seq_lens"]
     table = given["block_table"][:, : scalars["block_table_cols"]]  # a view with wider rows
@@ -54,16 +55,18 @@ def test_recorded_steps_are_written_in_place(given, want, scalars):
         same(seq_lens, now["seq_lens"])
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("eagle_prepare_inputs_padded"))
-def test_recorded_rows_to_sample_from_come_out(given, want, scalars):
+@recordings.each_case("eagle_prepare_inputs_padded")
+def test_recorded_rows_to_sample_from_come_out(case):
+    _, given, want, scalars = case
     assert not scalars
     index, num_rejected = ops.eagle_prepare_inputs_padded(**tensors(given))
     same(index, want["token_indices_to_sample"])
     same(num_rejected, want["num_rejected_tokens"])
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("eagle_prepare_next_token_padded"))
-def test_recorded_next_tokens_come_out(given, want, scalars):
+@recordings.each_case("eagle_prepare_next_token_padded")
+def test_recorded_next_tokens_come_out(case):
+    _, given, want, scalars = case
     given = tensors(given)
     given["sampled_token_ids"] = given["sampled_token_ids"][:, : scalars["width"]]
     token, count = ops.eagle_prepare_next_token_padded(**given, vocab_size=scalars["vocab_size"])
@@ -71,9 +74,11 @@ def test_recorded_next_tokens_come_out(given, want, scalars):
     same(count, want["valid_sampled_tokens_count"])
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("copy_and_expand_eagle_inputs"))
-def test_recorded_rows_with_room_for_drafts_come_out(given, want, scalars):
+@recordings.each_case("copy_and_expand_eagle_inputs")
+def test_recorded_rows_with_room_for_drafts_come_out(case):
+    _, given, want, scalars = case
     last, start = given["query_end_loc"], given["query_start_loc"]
+    scalars = dict(scalars)
     live = scalars.pop("total_output_tokens")
     slots, shift = scalars["num_padding_slots_per_request"], scalars["shift_input_ids"]
     rows = ops.copy_and_expand_eagle_inputs(**tensors(given), **scalars)
@@ -99,10 +104,12 @@ def test_recorded_rows_with_room_for_drafts_come_out(given, want, scalars):
         assert rows.hidden_state_mapping is None
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("copy_and_expand_dflash_inputs"))
-def test_recorded_blocks_of_query_rows_come_out(given, want, scalars):
+@recordings.each_case("copy_and_expand_dflash_inputs")
+def test_recorded_blocks_of_query_rows_come_out(case):
+    _, given, want, scalars = case
     B, T = len(given["next_token_ids"]), len(given["target_positions"])
     K = scalars["num_speculative_tokens"]
+    scalars = dict(scalars)
     assert scalars.pop("has_num_rejected") == ("num_rejected_tokens" in given)
     given = {"num_rejected_tokens": None} | tensors(given)
     given["block_table_tensor"] = given.pop("block_table")
@@ -143,8 +150,9 @@ def test_a_step_leaves_lengths_and_positions_behind_the_batch_alone():
 # --- helpers
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("slot_mapping_and_metadata"))
-def test_recorded_slots_and_extended_queries_come_out(given, want, scalars):
+@recordings.each_case("slot_mapping_and_metadata")
+def test_recorded_slots_and_extended_queries_come_out(case):
+    _, given, want, scalars = case
     cad = metadata(
         given["query_start_loc"],
         given["seq_lens"],
@@ -172,6 +180,7 @@ def test_recorded_slots_and_extended_queries_come_out(given, want, scalars):
     same(new.seq_lens, want["new_seq_lens"])
     np.testing.assert_array_equal(new.query_start_loc_cpu, want["new_query_start_loc_cpu"])
     assert new.query_start_loc_cpu.dtype == torch.int32
+    np.testing.assert_array_equal(new.seq_lens_cpu_upper_bound, want["seq_lens_cpu_upper_bound"])
     wanted = {k[4:]: v for k, v in scalars.items() if k.startswith("new_")}
     assert counts(new) == wanted
     for name, value in before.items():
@@ -225,8 +234,9 @@ def test_the_last_request_reads_no_page_behind_the_table():
     assert slots.tolist() == [3 * 4, 5 * 4 + 1, -1]  # flat, as recorded; none past the end
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("update_num_computed_tokens"))
-def test_recorded_counts_after_a_batch_change_are_written_in_place(given, want, scalars):
+@recordings.each_case("update_num_computed_tokens")
+def test_recorded_counts_after_a_batch_change_are_written_in_place(case):
+    _, given, want, scalars = case
     assert not scalars
     given = tensors(given)
     ops.update_num_computed_tokens_for_batch_change(**given)
@@ -293,8 +303,9 @@ def first_pass(given, scalars):
     return cad, rows
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("set_inputs_first_pass"))
-def test_recorded_first_passes_come_out(given, want, scalars):
+@recordings.each_case("set_inputs_first_pass")
+def test_recorded_first_passes_come_out(case):
+    _, given, want, scalars = case
     cad, rows = first_pass(given, scalars)
     num_tokens, index, new = rows[:3]
     assert num_tokens == scalars["num_tokens"]
@@ -305,9 +316,11 @@ def test_recorded_first_passes_come_out(given, want, scalars):
     same(new.query_start_loc, want["query_start_loc"])
     np.testing.assert_array_equal(new.query_start_loc_cpu, want["query_start_loc_cpu"])
     same(new.seq_lens, want["seq_lens"])
+    np.testing.assert_array_equal(new.seq_lens_cpu_upper_bound, want["seq_lens_cpu_upper_bound"])
+    assert new.seq_lens_cpu_upper_bound.dtype == torch.int32
     same(new.slot_mapping, want["slot_mapping"])
     assert counts(new).items() <= scalars.items()
-    assert getattr(new, "causal", True) == scalars["causal"]
+    assert new.causal == scalars["causal"]
     assert (new is cad) == (scalars["path"] == "eagle" or num_tokens == len(given["slot_mapping"]))
     if scalars["path"] == "dflash":
         same(rows.context_positions, want["context_positions"])

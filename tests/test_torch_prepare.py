@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.torch_golden import counts, device, ints, metadata, recorded, same, tensors  # noqa: E402
+from tests import recordings  # noqa: E402
+from tests.torch_golden import counts, device, ints, metadata, same, tensors  # noqa: E402
 from tests.torch_runner import no_waits  # noqa: E402
 from torch_bridge.prepare import Preparing  # noqa: E402
 
@@ -52,8 +53,9 @@ def batch_of(requests: dict[str, Request], vocab_size: int = 100) -> SimpleNames
 # --- the next token
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("eagle_prepare_next_token_padded"))
-def test_recorded_next_tokens_come_out_of_a_batch(given, want, scalars):
+@recordings.each_case("eagle_prepare_next_token_padded")
+def test_recorded_next_tokens_come_out_of_a_batch(case):
+    _, given, want, scalars = case
     backup = given["backup_next_token_ids"]
     names = [f"r{i}" for i in range(len(backup))]
     requests = {name: Request([7, 8, int(b)]) for name, b in zip(names, backup, strict=True)}
@@ -154,8 +156,9 @@ def test_on_the_host_an_unfinished_prefill_continues_with_its_next_prompt_token(
 # --- the rows
 
 
-@pytest.mark.parametrize("given, want, scalars", recorded("prepare_inputs"))
-def test_recorded_batches_come_out_with_and_without_rejected_rows(given, want, scalars):
+@recordings.each_case("prepare_inputs")
+def test_recorded_batches_come_out_with_and_without_rejected_rows(case):
+    _, given, want, scalars = case
     cad = metadata(given["query_start_loc"], given["seq_lens"], slots=given["slot_mapping"])
     before, values = vars(cad).copy(), copy.deepcopy(vars(cad))
     assert counts(cad) == scalars["padded"]
@@ -203,7 +206,7 @@ def test_rows_of_a_pass_for_graphs_are_cut_to_the_real_ones():
     assert (index.tolist(), num_rejected.tolist()) == ([0, 4], [2, 0])
     assert new.slot_mapping.tolist() == [0, 1, 2, 3, 4]
     assert (new.num_actual_tokens, new.max_query_len) == (5, 3)
-    assert type(new) is type(cad) and new is not cad and not hasattr(cad, "causal")
+    assert type(new) is type(cad) and new is not cad
 
 
 def test_metadata_of_another_class_keeps_it_and_its_host_lengths_follow():
@@ -218,6 +221,8 @@ def test_metadata_of_another_class_keeps_it_and_its_host_lengths_follow():
     frozen = Frozen(plain, plain.seq_lens.cpu())
     for name, value in fields.items():
         object.__setattr__(frozen, name, value)
+    fields |= {"causal": False}
+    object.__setattr__(frozen, "causal", False)
     for cad in (SimpleNamespace(**fields), frozen):
         kept, rows = preparing().prepare_inputs(cad, [[1], [1, 2, 3, 4]], [2, 3])
         assert type(kept) is type(cad) and kept.mine == "kept"
@@ -225,7 +230,7 @@ def test_metadata_of_another_class_keeps_it_and_its_host_lengths_follow():
         assert kept.query_start_loc.tolist() == [0, 1, 5]
         assert kept.seq_lens.tolist() == kept.seq_lens_cpu.tolist() == [8, 20]
         assert cad.seq_lens_cpu.tolist() == [10, 20]
-        assert not hasattr(cad, "causal")
+        assert kept.causal and not cad.causal
     assert kept._seq_lens_cpu.tolist() == kept.seq_lens_cpu_upper_bound.tolist() == [8, 20]
 
 

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from jspec import proposers  # noqa: E402
 from jspec.proposers.base import Proposer, Reads  # noqa: E402
-from tests import test_draft_loop  # noqa: E402
-from tests.test_draft_loop import NAMES, Case, assert_as_recorded  # noqa: E402
+from tests import recordings, test_draft_loop  # noqa: E402
+from tests.test_draft_loop import Case, assert_as_recorded, named  # noqa: E402
 from tests.torch_runner import CommonAttentionMetadata, vllm_config  # noqa: E402
 from torch_bridge import EagleProposer  # noqa: E402
 
@@ -32,7 +32,7 @@ class ToyConfig:
     @classmethod
     def tiny(cls):
         """Returns the first recorded call."""
-        return cls(NAMES[0], 1, 1)
+        return cls("eagle_k1", 1, 1)
 
 
 TOY = Proposer(
@@ -40,10 +40,10 @@ TOY = Proposer(
     Config=ToyConfig,
     init=lambda config, params, cache, max_requests: (),
     propose=lambda config, params, memory, batch, columns: test_draft_loop.propose(
-        Case(config.name), batch, steps=columns
+        named(config.name), batch, steps=columns
     ),
     reads=lambda config: Reads(
-        hidden_layers=(0,) if Case(config.name).shift else (), hidden_size=3
+        hidden_layers=(0,) if named(config.name).shift else (), hidden_size=3
     ),
 )
 
@@ -56,7 +56,7 @@ class ToyProposer(EagleProposer):
 
 def run(name, monkeypatch, device=DEVICE, **arguments):
     """Makes the recorded call; returns (what the model saw, drafts)."""
-    case = Case(name)
+    case = named(name)
     monkeypatch.setitem(proposers.REGISTRY, "toy", TOY)
     num_drafts = case.num_speculative_tokens
     config = vllm_config(
@@ -70,7 +70,7 @@ def run(name, monkeypatch, device=DEVICE, **arguments):
     tensors = {
         key: torch.tensor(value, device=device)
         for key, value in case.inputs.items()
-        if ".out." not in key and key != "parallel_drafting_hidden_state"
+        if key != "parallel_drafting_hidden_state"
     }
     start = torch.tensor(case.start)
     cad = CommonAttentionMetadata(
@@ -99,18 +99,19 @@ def run(name, monkeypatch, device=DEVICE, **arguments):
     return record, SimpleNamespace(tokens=tokens, num_drafts=(tokens >= 0).sum(axis=1))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_forward_and_draft_is_as_recorded(name, monkeypatch):
-    record, drafts = run(name, monkeypatch)
-    assert drafts.tokens.dtype == np.int64
-    assert_as_recorded(Case(name), record, drafts)
+@recordings.each_case("propose_loop")
+def test_every_forward_and_draft_is_as_recorded(case, monkeypatch):
+    record, drafts = run(case.name, monkeypatch)
+    assert drafts.tokens.dtype == case.want["draft_token_ids"].dtype == np.int64
+    assert_as_recorded(Case(case), record, drafts)
 
 
+@recordings.of_this_repository
 @pytest.mark.parametrize("name", test_draft_loop.ONE_OF_EACH_PATH)
 def test_a_smaller_number_of_drafts_is_a_prefix(name, monkeypatch):
     for columns in (0, 1):
         _, drafts = run(name, monkeypatch, num_speculative_tokens=columns)
-        np.testing.assert_array_equal(drafts.tokens, Case(name).drafts[:, :columns])
+        np.testing.assert_array_equal(drafts.tokens, named(name).drafts[:, :columns])
 
 
 @pytest.mark.gpu
@@ -118,4 +119,4 @@ def test_a_drafter_on_the_cpu_of_a_machine_with_a_gpu_drafts_the_same(monkeypatc
     assert jax.default_backend() == "gpu"
     name = "eagle_decode_rejected"
     record, drafts = run(name, monkeypatch, device=torch.device("cpu"))
-    assert_as_recorded(Case(name), record, drafts)
+    assert_as_recorded(named(name), record, drafts)

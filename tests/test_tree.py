@@ -1,7 +1,7 @@
 """Trees as static choices, the recorded ones, and trees that a toy model drafts."""
 
 import dataclasses
-import json
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jspec.proposers.eagle3 import Eagle3Config
 from jspec.proposers.medusa import MedusaConfig
 from jspec.state import Batch
 from jspec.tree import DynamicTree, Tree
+from tests import recordings
 
 pytestmark = pytest.mark.any_device
 
@@ -32,34 +33,35 @@ WIDE = Tree([(0,), (500,)])
 TREES = [EVEN, UNEVEN, CHAIN, [(0,), (2,)], [(1,), (1, 0)]]
 
 
-def cases(golden):
-    data = np.load(golden / "tree_drafting.npz")
-    for i, name in enumerate(data["names"]):
-        start = f"c{i:03d}."
-        arrays = {k.removeprefix(start): data[k] for k in data.files if k.startswith(start)}
-        yield str(name), json.loads(str(data["scalars"][i])), arrays
+def tree_of(case) -> Tree:
+    return Tree([tuple(path) for path in case.scalars["tree"]])
 
 
-def test_levels_children_and_ancestors_equal_the_recorded_ones(golden):
-    seen = 0
-    for name, scalars, arrays in cases(golden):
-        tree = Tree([tuple(path) for path in scalars["tree"]])
-        assert tree.cu_per_level == tuple(arrays["out.cu_drafts_per_level"])
-        assert tree.choices == Tree(str([tuple(p) for p in scalars["tree"][::-1]])).choices
-        if name == "uneven0":  # the original divides level sizes there
-            assert tree.num_children_per_level is None
-            continue
-        assert tree.num_children_per_level == tuple(arrays["out.child_drafts_per_level"])
-        assert tree.num_nodes == len(arrays["out.tree_draft_pos_offsets"])
-        if name == "unsorted":  # recorded in the order of the list, which its config sorts first
-            assert [list(path) for path in tree.choices] != scalars["tree"]
-            continue
-        assert tree.num_per_level == tuple(arrays["out.depth_counts"])
-        bias = arrays["out.tree_attn_bias"]
-        np.testing.assert_array_equal(tree.visible, bias[1:, 1:] == 0)
-        assert (bias[:, 0] == 0).all()
-        seen += 1
-    assert seen == 10
+def is_even(tree: Tree) -> bool:
+    """Whether every node of a level has the same number of children; the original drafts these."""
+    return tree.num_children_per_level is not None
+
+
+def visible_as_listed(case, tree: Tree) -> np.ndarray:
+    """Which nodes see which, in the order of the recorded list, which need not be sorted."""
+    place = [tree.choices.index(tuple(path)) for path in case.scalars["tree"]]
+    return tree.visible[place][:, place]
+
+
+@recordings.each_case("tree_drafting")
+def test_levels_children_and_ancestors_equal_the_recorded_ones(case):
+    want, tree, paths = case.want, tree_of(case), case.scalars["tree"]
+    assert tree.choices == Tree(str([tuple(path) for path in paths[::-1]])).choices
+    assert tree.cu_per_level == tuple(want["cu_drafts_per_level"])
+    np.testing.assert_array_equal(want["tree_draft_pos_offsets"], np.arange(tree.num_nodes) + 1)
+    counts = want["depth_counts"]  # longer where the list was not sorted
+    assert tree.num_per_level == tuple(counts[: tree.depth]) and not counts[tree.depth :].any()
+    bias = want["tree_attn_bias"]
+    np.testing.assert_array_equal(bias[1:, 1:] == 0, visible_as_listed(case, tree))
+    assert (bias[:, 0] == 0).all() and np.isneginf(bias[0, 1:]).all()
+    if is_even(tree):  # the original divides level sizes elsewhere
+        assert tree.num_children_per_level == tuple(want["child_drafts_per_level"])
+        assert tree.num_per_level == tuple(case.scalars["draft_columns_per_level"])
 
 
 def test_an_uneven_tree_says_who_follows_whom():
@@ -182,7 +184,7 @@ class Toy:
         """Answers the first pass with what was recorded of it."""
 
         def run(token_ids, hidden, view, cache, embeds):
-            self.passes.append((np.asarray(token_ids), view))
+            self.passes.append((np.asarray(token_ids), view, np.asarray(hidden)))
             if len(self.passes) == 1:
                 return root_hidden, root_hidden, cache
             last, feedback = self.forward(token_ids, view.positions, hidden)
@@ -196,22 +198,21 @@ class Toy:
         return DraftModel(run=run, logits=logits, vocab_size=self.vocab_size)
 
 
-def toy_batch(arrays, hidden):
+def toy_batch(given):
     """One row a request: its root."""
-    positions = arrays["in.positions"].astype(np.int32)
+    positions = given["positions"].astype(np.int32)
     B = len(positions)
-    table = np.tile(np.arange(arrays["in.block_table"].shape[1], dtype=np.int32)[None], (B, 1))
     batch = Batch(
         token_ids=np.zeros(B, np.int32),
         positions=positions,
         query_start=np.arange(B + 1, dtype=np.int32),
-        seq_lens=arrays["in.seq_lens"],
-        block_table=table,
+        seq_lens=given["seq_lens"],
+        block_table=given["block_table"],
         num_drafts=np.zeros(B, np.int32),
         request_slot=np.arange(B, dtype=np.int32),
         backup_token=np.zeros(B, np.int32),
         discard=np.zeros(B, bool),
-        hidden=hidden,
+        hidden=given["hidden_states"],
         next_token=np.full(B, 5, np.int32),
         last_index=np.arange(B, dtype=np.int32),
         num_valid=np.ones(B, np.int32),
@@ -232,16 +233,17 @@ def oracle(toy, tree, logits, hidden, position):
     return [tokens[path] for path in tree.choices]
 
 
-def draft_toy(arrays, tree, scalars, steps=None):
+def draft_toy(case, tree, steps=None):
+    given, scalars = case.given, case.scalars
     toy = Toy(scalars["vocab_size"])
-    batch = toy_batch(arrays, arrays["in.hidden_states"])
     S, limit = scalars["block_size"], scalars["max_model_len"]
-    pages = CacheConfig(num_pages=4, page_size=S, max_model_len=limit, dtype="float32")
+    num_pages = int(given["block_table"].max()) + 1
+    pages = CacheConfig(num_pages=num_pages, page_size=S, max_model_len=limit, dtype="float32")
     cache = init_cache(pages, num_layers=1, num_kv_heads=1, head_dim=2)
     _, drafts = draft_tree(
-        toy.as_draft_model(*(jnp.asarray(arrays[f"in.{k}"]) for k in ("logits", "hidden_states"))),
+        toy.as_draft_model(*(jnp.asarray(given[name]) for name in ("logits", "hidden_states"))),
         TreeDraftingConfig(tree=tree),
-        batch,
+        toy_batch(given),
         cache,
         page_size=S,
         max_model_len=limit,
@@ -251,59 +253,93 @@ def draft_toy(arrays, tree, scalars, steps=None):
     return toy, jax.tree.map(np.asarray, drafts)
 
 
-def test_toy_trees_equal_the_recorded_first_level_and_the_oracle(golden):
-    for name, scalars, arrays in cases(golden):
-        tree = Tree([tuple(path) for path in scalars["tree"]])
-        toy, drafts = draft_toy(arrays, tree, scalars)
-        limit = scalars["max_model_len"]
-        room = limit - 2 - arrays["in.positions"]  # the next token lies at position + 1
-        counts = [int((tree.depths <= deep).sum()) for deep in room]
-        assert drafts.num_drafts.tolist() == counts, name
-        recorded = arrays["out.draft_token_ids"]
-        for b, count in enumerate(counts):
-            wanted = oracle(
-                toy,
-                tree,
-                arrays["in.logits"][b],
-                arrays["in.hidden_states"][b].astype(np.int64),
-                int(arrays["in.positions"][b]),
-            )
-            assert drafts.tokens[b].tolist() == wanted[:count] + [PAD_TOKEN] * (len(wanted) - count)
-            assert drafts.parents[b, :count].tolist() == tree.parents[:count].tolist()
-            first = min(count, tree.num_per_level[0])
-            assert drafts.tokens[b, :first].tolist() == recorded[b, :first].tolist()
+@functools.cache
+def draft_recorded(name):
+    """Drafts a recorded tree."""
+    (case,) = [case for case in recordings.cases("tree_drafting") if case.name == name]
+    return draft_toy(case, tree_of(case))
+
+
+def oracle_of(toy, tree, given):
+    """Tokens of every request's tree [B, nodes]."""
+    roots = zip(given["logits"], given["hidden_states"].astype(np.int64), strict=True)
+    return np.array(
+        [
+            oracle(toy, tree, *root, position)
+            for root, position in zip(roots, given["positions"].tolist(), strict=True)
+        ]
+    )
+
+
+@recordings.each_case("tree_drafting")
+def test_toy_trees_equal_the_recorded_ones_and_the_oracle(case):
+    given, want, tree = case.given, case.want, tree_of(case)
+    toy, drafts = draft_recorded(case.name)
+    # 1. The oracle, as far as the longest request goes. The next token lies at position + 1.
+    limit, roots = case.scalars["max_model_len"], given["positions"]
+    counts = (tree.depths[None] <= limit - 2 - roots[:, None]).sum(1)
+    assert drafts.num_drafts.tolist() == counts.tolist()
+    kept = np.arange(tree.num_nodes)[None] < counts[:, None]
+    tokens = np.where(kept, oracle_of(toy, tree, given), PAD_TOKEN)
+    np.testing.assert_array_equal(drafts.tokens, tokens)
+    np.testing.assert_array_equal(drafts.parents, np.where(kept, tree.parents[None], PAD_TOKEN))
+
+    # 2. The recording: its first level, and all of an even tree; an uneven one is drafted as one
+    # whose levels divide each other. From a level that crosses the limit on it feeds position 0.
+    assert "raises" not in case.scalars
+    ends = np.array(tree.cu_per_level)
+    num_levels = tree.depth if is_even(tree) else 1
+    is_past = roots[:, None] + ends[None] >= limit  # [B, depth]
+    sane = np.cumsum(np.pad(is_past[:, :-1], ((0, 0), (1, 0))), axis=1) == 0  # drafted before
+    is_compared = kept & sane[:, tree.depths - 1] & (tree.depths <= num_levels)[None]
+    recorded = want["draft_token_ids"]
+    if num_levels > 1:
+        assert recorded.shape == tokens.shape
+    width = min(recorded.shape[1], tree.num_nodes)
+    at = is_compared[:, :width]
+    np.testing.assert_array_equal(drafts.tokens[:, :width][at], recorded[:, :width][at])
+
+    # 3. What the model saw. The original runs all earlier levels again; ours keeps them, so that
+    # its passes together are the original's last one.
+    B, seen, queries = len(roots), [], 0
+    assert case.scalars["fwd"] == ends[:-1].tolist()
+    for f, q in enumerate(case.scalars["fwd"][:num_levels]):
+        ids, view, hidden = toy.passes[f + 1]
+        parts = ids, view.positions, hidden
+        seen.append([np.asarray(part).reshape(B, -1, *part.shape[1:]) for part in parts])
+        inner = np.flatnonzero(np.isin(np.arange(q), tree.parents))  # others are never run
+        forward = want.with_prefix(f"f{f}.")
+        sane = ~is_past[:, : f + 1].any(axis=1) & (counts >= q)
+        queries = queries + np.asarray(view.query_start)
+        for name, part in zip(
+            ("input_ids", "positions", "hidden_states"), zip(*seen, strict=True), strict=True
+        ):
+            got = np.concatenate(part, axis=1)
+            wanted = forward[name].reshape(B, q, *got.shape[2:])[:, inner]
+            np.testing.assert_array_equal(got[sane], wanted[sane], err_msg=name)
+        bias = forward["tree_attn_bias"]
+        np.testing.assert_array_equal(bias == 0, visible_as_listed(case, tree)[:q, :q])
+        assert np.isneginf(bias[bias != 0]).all()
+        if len(inner) == q:
+            np.testing.assert_array_equal(forward["query_start_loc"], queries)
+            lengths = np.asarray(view.seq_lens) + q
+            np.testing.assert_array_equal(forward["seq_lens"], np.where(is_past[:, f], 1, lengths))
 
 
 @pytest.mark.parametrize("paths", [UNEVEN, DEEP])
-def test_trees_that_were_not_recorded_equal_the_oracle(golden, paths):
-    _, scalars, arrays = next(cases(golden))
-    tree = Tree(paths)
-    toy, drafts = draft_toy(arrays, tree, scalars)
-    for b, position in enumerate(arrays["in.positions"].tolist()):
-        root = arrays["in.logits"][b], arrays["in.hidden_states"][b].astype(np.int64)
-        assert drafts.tokens[b].tolist() == oracle(toy, tree, *root, position)
-
-
-def test_a_recorded_chain_of_trees_is_drafted_as_recorded(golden):
-    """Below max_model_len a tree without branches is what the original drafts right."""
-    compared = 0
-    for name, scalars, arrays in cases(golden):
-        if name == "tree1":
-            tree = Tree([tuple(path) for path in scalars["tree"]])
-            _, drafts = draft_toy(arrays, tree, scalars)
-            assert drafts.tokens.tolist() == arrays["out.draft_token_ids"].tolist()
-            compared += 1
-    assert compared == 1
+def test_trees_that_were_not_recorded_equal_the_oracle(paths):
+    case, tree = recordings.cases("tree_drafting")[0], Tree(paths)
+    toy, drafts = draft_toy(case, tree)
+    np.testing.assert_array_equal(drafts.tokens, oracle_of(toy, tree, case.given))
 
 
 @pytest.mark.parametrize("paths", TREES)
-def test_each_node_with_children_runs_once_and_sees_its_ancestors(golden, paths):
-    _, scalars, arrays = next(cases(golden))
-    tree = Tree(paths)
-    toy, drafts = draft_toy(arrays, tree, scalars)
+def test_each_node_with_children_runs_once_and_sees_its_ancestors(paths):
+    case, tree = recordings.cases("tree_drafting")[0], Tree(paths)
+    toy, drafts = draft_toy(case, tree)
     inner = sorted({int(parent) for parent in tree.parents} - {PAD_TOKEN})
     B, ran = len(drafts.tokens), []
-    for depth, (tokens, view) in enumerate(toy.passes[1:], 1):
+    for depth, (tokens, view, _) in enumerate(toy.passes[1:], 1):
         level = [i for i in inner if tree.depths[i] == depth]
         ran += level
         assert tokens.reshape(B, -1).tolist() == drafts.tokens[:, level].tolist()
@@ -313,17 +349,17 @@ def test_each_node_with_children_runs_once_and_sees_its_ancestors(golden, paths)
         seen = np.asarray(view.visible).reshape(B, len(level), len(inner))
         np.testing.assert_array_equal(seen, np.tile(tree.visible[level][:, inner], (B, 1, 1)))
         assert (np.asarray(view.slots) == -1).all()
-        np.testing.assert_array_equal(view.seq_lens, arrays["in.seq_lens"])
-        roots = np.repeat(arrays["in.positions"], len(level))
+        np.testing.assert_array_equal(view.seq_lens, case.given["seq_lens"])
+        roots = np.repeat(case.given["positions"], len(level))
         np.testing.assert_array_equal(view.positions, roots + depth)
     assert ran == inner
 
 
-def test_fewer_columns_are_the_first_nodes(golden):
-    _, scalars, arrays = next(cases(golden))
-    _, whole = draft_toy(arrays, Tree(UNEVEN), scalars)
+def test_fewer_columns_are_the_first_nodes():
+    case = recordings.cases("tree_drafting")[0]
+    _, whole = draft_toy(case, Tree(UNEVEN))
     for steps in range(len(UNEVEN) + 1):
-        toy, drafts = draft_toy(arrays, Tree(UNEVEN), scalars, steps)
+        toy, drafts = draft_toy(case, Tree(UNEVEN), steps)
         np.testing.assert_array_equal(drafts.tokens, whole.tokens[:, :steps])
         np.testing.assert_array_equal(drafts.parents, whole.parents[:, :steps])
         assert drafts.num_drafts.tolist() == np.minimum(whole.num_drafts, steps).tolist()

@@ -13,7 +13,7 @@ from tests import test_contract as contract
 from tests import test_contract_boundary as boundary
 from tests.steps import Row
 
-pytestmark = pytest.mark.any_device
+pytestmark = [pytest.mark.any_device, pytest.mark.slow]
 
 TREES = {
     "eagle": Tree([(0,), (2,), (0, 0), (0, 1), (2, 1), (0, 1, 0)]),

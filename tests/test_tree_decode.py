@@ -15,9 +15,10 @@ from jspec.decode import Engine
 from jspec.proposers.base import Drafter
 from jspec.scheduling import Scheduler
 from jspec.tree import DynamicTree, Tree
+from tests import recordings
 from tests.counting import backend_compiles
-from tests.heads import NUM_PROMPTS, PAGE_SIZE, PAGES, checkpoint, recorded, recorded_batch
-from tests.heads import target as recorded_target
+from tests.heads import PAGE_SIZE, checkpoint, pages_of, recorded_batch, target_of
+from tests.marks import slow_ones
 from tests.test_lossless import CACHE, OPTIONS, PROMPTS, pair, plain, record
 
 pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("quick_compilation")]
@@ -45,7 +46,13 @@ def best_path(drafts, parents, continuation):
     return best, last
 
 
-@pytest.mark.parametrize("name, tree", [("eagle", UNEVEN), ("eagle3", DYNAMIC), ("medusa", UNEVEN)])
+@pytest.mark.parametrize(
+    "name, tree",
+    slow_ones(
+        [("eagle", UNEVEN), ("eagle3", DYNAMIC), ("medusa", UNEVEN)],
+        lambda name, tree: name != "eagle",
+    ),
+)
 def test_greedy_output_is_that_of_plain_decoding(name, tree, rng):
     """Prompts of 1 to 20 tokens, read in chunks, over shuffled pages, up to max_model_len."""
     model, drafter = tree_pair(name, tree)
@@ -59,6 +66,7 @@ def test_greedy_output_is_that_of_plain_decoding(name, tree, rng):
     assert max(longest) == CACHE.max_model_len
 
 
+@pytest.mark.slow
 def test_each_step_accepts_the_longest_path_that_the_target_agrees_with():
     """So a tree gets at least what any of its chains gets on the same context."""
     model, drafter = tree_pair("eagle", UNEVEN)
@@ -78,7 +86,7 @@ def test_each_step_accepts_the_longest_path_that_the_target_agrees_with():
     assert by_other_branches > 0 and deeper > 0
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("name", slow_ones(["eagle", "eagle3"], lambda name: name == "eagle3"))
 def test_a_chain_written_as_a_tree_drafts_and_accepts_what_the_chain_does(name):
     model, chain = pair(name, 3)
     _, tree = tree_pair(name, Tree.chain(3))
@@ -222,38 +230,61 @@ def test_sampled_verification_keeps_the_targets_distribution(rng):
         assert chi_square(tokens[reached, 1], node + 1) < 20
 
 
-@pytest.mark.parametrize(
-    "name, hidden",
-    [
-        ("eagle1_llama", "target_hidden"),
-        ("eagle1_llama_fcbias", "target_hidden"),
-        ("eagle3_llama", "aux_hidden"),
-        ("eagle3_llama_aux", "aux_hidden"),
-        ("eagle3_llama_fullvocab", "aux_hidden"),
-    ],
-)
-def test_dynamic_trees_equal_the_recorded_ones(name, hidden, rng):
-    """The recorded depth counts passes after the first: four levels."""
-    proposer = proposers.find("eagle" if name.startswith("eagle1") else "eagle3")
-    tree = DynamicTree(top_k=4, depth=4, num_nodes=12)
-    drafter = proposer.load(checkpoint(name), recorded_target(), dtype="float32", tree=tree)
-    data = recorded(name)
+@functools.cache
+def dynamic_tree_of(name):
+    """Drafts the recorded dynamic tree of a head."""
+    data = recordings.expected(name)
+    sizes = recordings.readme(name, r"top_k (\d+), depth (\d+), (\d+) draft tokens")
+    top_k, depth, num_nodes = map(int, sizes)
+    # The recorded depth counts passes after the first.
+    tree = DynamicTree(top_k=top_k, depth=depth + 1, num_nodes=num_nodes)
+    proposer = proposers.find("eagle3" if "aux_hidden_0" in data else "eagle")
+    drafter = proposer.load(checkpoint(name), target_of(name), dtype="float32", tree=tree)
+    num_prompts, pages = recordings.num_prompts(data), pages_of(data)
     cache = jspec.CacheConfig(
-        num_pages=NUM_PROMPTS * PAGES,
+        num_pages=num_prompts * pages,
         page_size=PAGE_SIZE,
-        max_model_len=PAGE_SIZE * PAGES,
+        max_model_len=PAGE_SIZE * pages,
         dtype="float32",
     )
-    state = jspec.init(*drafter, cache=cache, max_requests=NUM_PROMPTS)
-    _, drafts = jspec.propose(state, recorded_batch(data, drafter.config, hidden, rng))
+    state = jspec.init(*drafter, cache=cache, max_requests=num_prompts)
+    hidden = "aux_hidden" if "aux_hidden_0" in data else "target_hidden"
+    _, drafts = jspec.propose(state, recorded_batch(data, drafter.config, hidden))
+    return jax.tree.map(np.asarray, drafts)
+
+
+@recordings.each_model("eagle", "eagle3", having="tree_tokens_0")
+def test_dynamic_trees_equal_the_recorded_ones(name):
+    data, drafts = recordings.expected(name), dynamic_tree_of(name)
     compared = 0
-    for i in range(NUM_PROMPTS):
+    for i in range(recordings.num_prompts(data)):
         if not data[f"tree_robust_{i}"]:
             continue
         compared += 1
-        assert drafts.num_drafts[i] == 12
-        assert drafts.tokens[i].tolist() == data[f"tree_tokens_{i}"][1:].tolist()
-        mask = jspec.metadata.ancestors(drafts.parents[i][None], depth=4)[0]
-        np.testing.assert_array_equal(mask, data[f"tree_parents_mask_{i}"][1:, 1:])
-        assert mask.sum(axis=1).tolist() == data[f"tree_positions_{i}"][1:].tolist()
+        tokens = data[f"tree_tokens_{i}"]
+        assert tokens[0] == data[f"next_token_{i}"]
+        assert drafts.num_drafts[i] == len(tokens) - 1
+        assert drafts.tokens[i].tolist() == tokens[1:].tolist()
+        mask, recorded = ancestors_of(drafts.parents[i]), data[f"tree_parents_mask_{i}"]
+        np.testing.assert_array_equal(mask, recorded[1:, 1:])
+        assert recorded[:, 0].all() and not recorded[0, 1:].any()
+        assert [0, *mask.sum(axis=1)] == data[f"tree_positions_{i}"].tolist()
+        paths = sorted(row[row >= 0].tolist() for row in data[f"tree_retrieve_{i}"])
+        assert paths == paths_to_leaves(drafts.parents[i])
     assert compared > 0
+
+
+def ancestors_of(parents):
+    return jspec.metadata.ancestors(parents[None], depth=len(parents))[0]
+
+
+def paths_to_leaves(parents):
+    """Lists the paths from the root, which is 0, to each node that is no parent."""
+    paths = []
+    for node in set(range(len(parents))) - set(parents.tolist()):
+        path = []
+        while node != PAD_TOKEN:
+            path.append(node + 1)
+            node = parents[node]
+        paths.append([0, *map(int, path[::-1])])
+    return sorted(paths)

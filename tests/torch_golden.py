@@ -1,8 +1,9 @@
-"""The recorded cases of the index ops, as tensors of torch."""
+"""Recorded arrays and attention metadata as tensors of torch, and exact comparison."""
+
+from collections.abc import Mapping
 
 import jax
 import numpy as np
-import pytest
 import torch
 
 from tests import op_runs
@@ -14,13 +15,7 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if jax.default_backend() == "gpu" else torch.device("cpu")
 
 
-def recorded(family: str) -> list:
-    """Reads a golden file as parameters (inputs, outputs, scalars), with the cases' names."""
-    cases = [case for case in op_runs.recorded(family) if case.values[0] == "xla"]
-    return [pytest.param(*case.values[1:], id=case.id.removeprefix("xla-")) for case in cases]
-
-
-def tensors(arrays: dict) -> dict[str, torch.Tensor]:
+def tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """Puts recorded arrays on the device, with their dtypes."""
     return {name: torch.tensor(array, device=device()) for name, array in arrays.items()}
 
@@ -56,6 +51,7 @@ def metadata(query_start, seq_lens, table=None, slots=None, **counts) -> CommonA
         num_reqs=len(lengths),
         block_table_tensor=torch.as_tensor(table).to(device()),
         slot_mapping=torch.as_tensor(slots).to(device()),
+        seq_lens_cpu_upper_bound=lengths.clone(),
         **(values | counts),
     )
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +13,14 @@ from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.cache import KVCache
 from jspec.checkpoint import Model
 from jspec.decode import Engine
+from jspec.models import llama
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftModel
 from jspec.state import Batch, Drafts
-from tests.conftest import GOLDEN
+from tests import recordings
+from tests.heads import NEAR_TIE, gaps
+from tests.paged import make_view, poisoned_cache
 
-NEAR_TIE = 1e-3  # gap of the two best logits below which another choice is excused
 GAP_TOLERANCE = 1e-3  # of gaps, float32, as the recordings' README says
 
 
@@ -155,27 +156,39 @@ def chain_with_outputs(
     return drafts, out, logits.reshape(*out.shape[:2], -1)
 
 
-def load_case(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Reads the settings and the arrays of a recorded run."""
-    folder = GOLDEN / "models" / name
-    return json.loads((folder / "case.json").read_text()), dict(np.load(folder / "expected.npz"))
+class Recorded(NamedTuple):
+    """What a loop did with the prompts of a recorded run.
+
+    Attributes:
+      name: of the run.
+      steps: of each prompt.
+      texts: tokens that each prompt got.
+      num_chunks, most_at_once: as in `Transcript`.
+    """
+
+    name: str
+    steps: list[list[Step]]
+    texts: list[list[int]]
+    num_chunks: int
+    most_at_once: int
 
 
-def replay(
+def record(
     name: str, model: Model, config: Any, params: Any, *, with_logits: bool = False, **engine: Any
-) -> Transcript:
-    """Decodes the prompts of a recorded run together and compares every step of every prompt.
+) -> Recorded:
+    """Decodes the prompts of a recorded run together.
 
     Args:
       name: folder of the recording.
       model: its target.
       config: its drafter's; `num_drafts` as recorded.
       params: the drafter's weights.
-      with_logits: also compares the gap between the two best logits of each draft.
+      with_logits: keeps the gap between the two best logits of each draft.
       **engine: of `Engine`; by default three prompts at once, which are read in chunks.
     """
-    case, data = load_case(name)
+    case, data = recordings.settings(name), recordings.expected(name)
     assert config.num_drafts == case["num_speculative_tokens"]
+    assert case["temperature"] == 0 and not case["stop_on_eos"]
     prompts = [data[f"prompt_{i}"].tolist() for i in range(case["num_prompts"])]
     longest = max(len(data[f"full_output_{i}"]) for i in range(len(prompts)))
     engine = {"max_requests": 3, "chunk_size": 8, "stop_ids": ()} | engine
@@ -186,36 +199,95 @@ def replay(
         with_logits=with_logits,
         **engine,
     )
-    report = recorder.run()
+    texts = [generation.tokens for generation in recorder.run().generations]
+    return Recorded(name, recorder.steps, texts, recorder.num_chunks, recorder.most_at_once)
+
+
+def compare(run: Recorded) -> Transcript:
+    """Compares every step of every prompt with the recording."""
+    data, name = recordings.expected(run.name), run.name
     num_compared = num_skipped = num_tokens = num_steps = num_recorded_tokens = 0
-    for i in range(len(prompts)):
+    for i, steps in enumerate(run.steps):
         recorded = {key: data[f"{key}_{i}"] for key in _FIELDS}
-        compared = _compare(f"{name}, prompt {i}", recorder.steps[i], recorded)
+        compared = _compare(f"{name}, prompt {i}", steps, recorded)
         num_compared += compared
         skipped = recorded["draft_tokens"].size - compared
         num_skipped += skipped
         num_steps += len(recorded["accepted"])
         num_recorded_tokens += int(recorded["accepted"].sum()) + len(recorded["accepted"])
-        passes = recorder.steps[i][1 : 1 + len(recorded["accepted"])]
+        passes = steps[1 : 1 + len(recorded["accepted"])]
         num_tokens += sum(len(step.kept) for step in passes)
         if not skipped:
-            tokens, wanted = report.generations[i].tokens, recorded["full_output"].tolist()
-            assert tokens[: len(wanted)] == wanted, f"{name}, prompt {i}: another output"
-            assert wanted[: case["max_new_tokens"]] == recorded["output"].tolist()
+            wanted, most = recorded["full_output"].tolist(), len(recorded["output"])
+            assert run.texts[i][: len(wanted)] == wanted, f"{name}, prompt {i}: another output"
+            assert most == recordings.settings(name)["max_new_tokens"]
+            assert recorded["output"].tolist() == run.texts[i][:most]
     return Transcript(
         num_compared=num_compared,
         num_skipped=num_skipped,
-        num_chunks=recorder.num_chunks,
-        most_at_once=recorder.most_at_once,
+        num_chunks=run.num_chunks,
+        most_at_once=run.most_at_once,
         acceptance_length=num_tokens / num_steps,
         recorded_acceptance_length=num_recorded_tokens / num_steps,
     )
+
+
+def replay(name: str, *drafting: Any, **options: Any) -> Transcript:
+    """Decodes the prompts of a recorded run and compares every step; arguments as `record`."""
+    return compare(record(name, *drafting, **options))
 
 
 _FIELDS = (
     *("output", "full_output", "step_start", "draft_tokens", "draft_gap"),
     *("verify_gap", "accepted", "new_tokens"),
 )
+_forward = jax.jit(llama.forward, static_argnames="config")
+
+
+def target_logits(name: str, model: Model) -> list[np.ndarray]:
+    """Runs the target over every recorded step as it was verified, without a cache of before.
+
+    Returns:
+      [steps, K + 2, V] of each prompt: after the last token before the known ones, after these, and
+      after each draft.
+    """
+    data, num_prompts = recordings.expected(name), recordings.settings(name)["num_prompts"]
+    texts, num_steps = [], []
+    for i in range(num_prompts):
+        prompt, output = data[f"prompt_{i}"].tolist(), data[f"full_output_{i}"].tolist()
+        starts, drafts = data[f"step_start_{i}"].tolist(), data[f"draft_tokens_{i}"].tolist()
+        pairs = zip(starts, drafts, strict=True)
+        texts += [prompt + output[:start] + tokens for start, tokens in pairs]
+        num_steps.append(len(starts))
+    K, page_size = data["draft_tokens_0"].shape[1], 16
+    pages = -(-max(map(len, texts)) // page_size)
+    tables = np.arange(len(texts) * pages, dtype=np.int32).reshape(-1, pages)
+    view = make_view(tables, [0] * len(texts), [len(x) for x in texts], page_size=page_size)
+    rows = view.query_start[1:, None] + np.arange(-K - 2, 0, dtype=np.int32)
+    logits, _, _ = _forward(
+        model.config,
+        model.params,
+        np.concatenate(texts).astype(np.int32),
+        view,
+        poisoned_cache(model.config, num_pages=tables.size, page_size=page_size),
+        logit_rows=rows.reshape(-1),
+    )
+    logits = np.asarray(logits).reshape(len(texts), K + 2, -1)
+    return np.split(logits, np.cumsum(num_steps)[:-1])
+
+
+def compare_verification(name: str, logits: list[np.ndarray]) -> None:
+    """Compares the target's choices and the gaps behind them with the recorded ones."""
+    data = recordings.expected(name)
+    for i, rows in enumerate(logits):
+        best, gap = rows.argmax(-1), gaps(rows)
+        recorded = data[f"verify_gap_{i}"]
+        clear = recorded >= NEAR_TIE
+        np.testing.assert_array_equal(best[:, 1:][clear], data[f"verify_argmax_{i}"][clear])
+        np.testing.assert_allclose(gap[:, 1:], recorded, atol=GAP_TOLERANCE)
+        kept = [row[: n + 1] for row, n in zip(gap[:, 1:], data[f"accepted_{i}"], strict=True)]
+        kept = np.concatenate([gap[0, :1], *kept])
+        np.testing.assert_allclose(kept, data[f"output_gap_{i}"], atol=GAP_TOLERANCE)
 
 
 def _compare(where: str, steps: list[Step], recorded: dict[str, np.ndarray]) -> int:
