@@ -139,21 +139,24 @@ def test_the_bridge_drafts_what_jspec_does_with_three_axes(name):
         num_pages=16, page_size=PAGE_SIZE, max_model_len=MAX_LEN, dtype="float32"
     )
     state = jspec.init(config, drafter._params, cache=cache, max_requests=2)
-    ints = {"dtype": np.int32}
+
+    def ints(*values):
+        return np.array(values, np.int32)
+
     scheduled = jspec.Scheduled(
-        token_ids=np.arange(5, **ints),
+        token_ids=ints(*range(5)),
         positions=axes.astype(np.int32),
-        token_index=np.array([17, 18, 19, 31, 32], **ints),
-        query_start=np.array([0, 3, 5], **ints),
-        seq_lens=np.array([20, 33], **ints),
-        block_table=np.array(TABLE, **ints),
-        num_drafts=np.zeros(2, **ints),
-        request_slot=np.arange(2, **ints),
-        backup_token=np.zeros(2, **ints),
+        token_index=ints(17, 18, 19, 31, 32),
+        query_start=ints(0, 3, 5),
+        seq_lens=ints(20, 33),
+        block_table=ints(*TABLE),
+        num_drafts=ints(0, 0),
+        request_slot=ints(0, 1),
+        backup_token=ints(0, 0),
         discard=np.zeros(2, bool),
         hidden=given["target_hidden_states"].cpu().numpy(),
     )
-    verified = jspec.Verified(tokens=np.array([[9, -1, -1], [10, -1, -1]], **ints))
+    verified = jspec.Verified(tokens=ints([9, -1, -1], [10, -1, -1]))
     state, drafts = jspec.step(state, scheduled, verified)
     assert got.tolist() == np.asarray(drafts.tokens).tolist()
     memory = getattr(state.memory, "cache", state.memory)

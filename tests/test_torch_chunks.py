@@ -83,7 +83,7 @@ def read_again(target, tokens, ends, way):
     drafter = make("EagleProposer", "eagle", "eagle1_llama")
     *known, sampled = tokens
     hidden = hidden_states(target, drafter, known)
-    request = Request(known)
+    request, drafts = Request(known), []
     for start, end in zip([0, *ends], [*ends, len(known)], strict=True):
         is_last = end == len(known)
         request.num_computed_tokens = start

@@ -2,11 +2,12 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import jax
-import numba
 import numpy as np
 import pytest
+from numba.core import event
 
 torch = pytest.importorskip("torch")
 
@@ -106,7 +107,7 @@ def is_integer(value):
 
 def variants(given):
     """Every integer argument and field, in every form; and all of them in one form at once."""
-    metadata = given.get("common_attn_metadata")
+    metadata: Any = given.get("common_attn_metadata")
     names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
     for form in FORMS.values():
         changed = {name: form(x) for name, x in given.items() if is_integer(x)}
@@ -207,6 +208,18 @@ def test_a_step_that_compiles_after_a_dummy_run_warns_once():
     drafter.propose(**given)
 
 
+def test_pages_that_change_are_compiled_for_anew_and_not_in_a_step():
+    drafter = make("EagleProposer")
+    drafter.dummy_run(4)
+    spec = SimpleNamespace(block_size=PAGE_SIZE)
+    groups = [SimpleNamespace(kv_cache_spec=spec)]
+    drafter.initialize_attn_backend(SimpleNamespace(num_blocks=40, kv_cache_groups=groups))
+    drafter.dummy_run(4)
+    with backend_compiles() as compiled:
+        drafter.propose(**step(drafter, [2, 1]))
+    assert not compiled
+
+
 def test_warmup_without_weights_says_so():
     settings = vllm_config("eagle", 3)
     with pytest.raises(RuntimeError, match="EagleProposer: no drafter is loaded. Call load_model"):
@@ -238,7 +251,7 @@ def test_lookups_on_the_host_compile_at_construction_alone():
     known = np.zeros((2, 48), np.int32)
     known[:, :6] = [1, 2, 3, 1, 2, 3]
     sampled = [[3], [3]]
-    with numba.core.event.install_recorder("numba:compile") as recorder:
+    with event.install_recorder("numba:compile") as recorder:
         for i, width in enumerate((np.int32, np.int64)):
             lengths = np.repeat(np.array([6, 0, 6, 0], width), 2)
             assert ngram.propose(sampled, lengths, np.asfortranarray(known)) == [[1, 2, 3]] * 2
