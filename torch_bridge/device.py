@@ -175,19 +175,6 @@ class DeviceProposer:
         """Takes the KV pages from the configuration: no layer of the drafter's is among vLLM's."""
         self.initialize_attn_backend(kv_cache_config)
 
-    def warmup(self) -> None:
-        """Compiles what steps of every size run, so that none compiles later.
-
-        Call it once weights and KV pages are known; before that it does nothing.
-        """
-        most = self.settings.max_rows
-        for num_rows in (*(1 << i for i in range((most - 1).bit_length())), most):
-            self.dummy_run(num_rows)
-
-    def dummy_run(self, num_tokens: int) -> None:
-        """Compiles what steps of so many rows run."""
-        raise NotImplementedError
-
     @property
     def _can_compile(self) -> bool:
         """Whether weights and KV pages are known: vLLM profiles before they are."""

@@ -22,7 +22,7 @@ from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked
 from torch_bridge.packing import Layout, Plan, int64_pairs
 from torch_bridge.prepare import Preparing
-from torch_bridge.settings import count_first, drafts_of_step, read
+from torch_bridge.settings import count_first, drafts_of_step
 
 _TABLE = "block_table_tensor"
 _FORMS = {
@@ -50,7 +50,7 @@ class LLMProposer(Preparing, DeviceProposer):
         is_graph_capturing: bool = False,
         slot_mappings: Any = None,
     ) -> None:
-        """Compiles what steps of so many rows run, whatever the number of requests.
+        """Compiles what steps of so many rows run, those below a bucket's size included.
 
         Args:
           num_tokens: rows of a step.
@@ -60,9 +60,8 @@ class LLMProposer(Preparing, DeviceProposer):
         if not self._can_compile:
             return
         self._ready()
-        most = min(num_tokens, self.settings.max_requests)
-        sizes = {1 << i for i in range(most.bit_length())} | {most}
-        for bucket in sorted({self._bucket(size, num_tokens) for size in sizes}):
+        width = self.num_speculative_tokens + 1
+        for bucket in {self._bucket(1, num_tokens), self._bucket(-(-num_tokens // width), 1)}:
             nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
             hidden = torch.zeros(
                 (0, self._reads.hidden_size), dtype=self._dtype(), device=self.device
@@ -73,16 +72,8 @@ class LLMProposer(Preparing, DeviceProposer):
                 positions.reshape(0, 3) if self._has_axes else positions,
                 *(nothing, nothing, nothing, nothing),
             )
-            for columns in self._columns():
-                tokens = self._run(step, hidden, columns, bucket)
-                self._packer.take(tokens, 0)  # the next step is packed where this one is read
-
-    def _columns(self) -> list[int]:
-        """Returns the numbers of drafts that steps ask for: vLLM can choose by batch size."""
-        most = self.num_speculative_tokens
-        path = "speculative_config.num_speculative_tokens_per_batch_size"
-        schedule = read(self.vllm_config, path, (), owner=type(self).__name__)
-        return sorted({most, *(min(columns, most) for *_, columns in schedule)})
+            tokens = self._run(step, hidden, self.num_speculative_tokens, bucket)
+            self._packer.take(tokens, 0)  # the next step is packed where this one is read
 
     @count_first
     def propose(
