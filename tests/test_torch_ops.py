@@ -172,6 +172,7 @@ def test_recorded_slots_and_extended_queries_come_out(given, want, scalars):
     same(new.seq_lens, want["new_seq_lens"])
     np.testing.assert_array_equal(new.query_start_loc_cpu, want["new_query_start_loc_cpu"])
     assert new.query_start_loc_cpu.dtype == torch.int32
+    np.testing.assert_array_equal(new.seq_lens_cpu_upper_bound, want["seq_lens_cpu_upper_bound"])
     wanted = {k[4:]: v for k, v in scalars.items() if k.startswith("new_")}
     assert counts(new) == wanted
     for name, value in before.items():
@@ -305,9 +306,11 @@ def test_recorded_first_passes_come_out(given, want, scalars):
     same(new.query_start_loc, want["query_start_loc"])
     np.testing.assert_array_equal(new.query_start_loc_cpu, want["query_start_loc_cpu"])
     same(new.seq_lens, want["seq_lens"])
+    np.testing.assert_array_equal(new.seq_lens_cpu_upper_bound, want["seq_lens_cpu_upper_bound"])
+    assert new.seq_lens_cpu_upper_bound.dtype == torch.int32
     same(new.slot_mapping, want["slot_mapping"])
     assert counts(new).items() <= scalars.items()
-    assert getattr(new, "causal", True) == scalars["causal"]
+    assert new.causal == scalars["causal"]
     assert (new is cad) == (scalars["path"] == "eagle" or num_tokens == len(given["slot_mapping"]))
     if scalars["path"] == "dflash":
         same(rows.context_positions, want["context_positions"])

@@ -165,6 +165,22 @@ def test_a_batch_that_changes_compiles_nothing_in_its_bucket(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_no_width_or_layout_of_an_integer_compiles(name):
+    def wide(tensor):
+        return tensor.long() if tensor.dtype == torch.int32 else tensor
+
+    def narrow(tensor):
+        return tensor.int() if tensor.dtype == torch.int64 else tensor
+
+    want = taken(calls()[name]())
+    with backend_compiles() as compiled:
+        for form in (wide, narrow):
+            assert taken(calls(as_given=form)[name]()) == want
+            assert taken(calls(as_given=lambda x, form=form: strided(form(x)))[name]()) == want
+    assert compiled == []
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_empty_batch_has_empty_results(name):
     outputs = [x for x in calls(size=0)[name]() if x is not None]
     sizes = [x.numel() for x in outputs]

@@ -203,7 +203,7 @@ def test_rows_of_a_pass_for_graphs_are_cut_to_the_real_ones():
     assert (index.tolist(), num_rejected.tolist()) == ([0, 4], [2, 0])
     assert new.slot_mapping.tolist() == [0, 1, 2, 3, 4]
     assert (new.num_actual_tokens, new.max_query_len) == (5, 3)
-    assert type(new) is type(cad) and new is not cad and not hasattr(cad, "causal")
+    assert type(new) is type(cad) and new is not cad
 
 
 def test_metadata_of_another_class_keeps_it_and_its_host_lengths_follow():
@@ -218,6 +218,8 @@ def test_metadata_of_another_class_keeps_it_and_its_host_lengths_follow():
     frozen = Frozen(plain, plain.seq_lens.cpu())
     for name, value in fields.items():
         object.__setattr__(frozen, name, value)
+    fields |= {"causal": False}
+    object.__setattr__(frozen, "causal", False)
     for cad in (SimpleNamespace(**fields), frozen):
         kept, rows = preparing().prepare_inputs(cad, [[1], [1, 2, 3, 4]], [2, 3])
         assert type(kept) is type(cad) and kept.mine == "kept"
@@ -225,7 +227,7 @@ def test_metadata_of_another_class_keeps_it_and_its_host_lengths_follow():
         assert kept.query_start_loc.tolist() == [0, 1, 5]
         assert kept.seq_lens.tolist() == kept.seq_lens_cpu.tolist() == [8, 20]
         assert cad.seq_lens_cpu.tolist() == [10, 20]
-        assert not hasattr(cad, "causal")
+        assert kept.causal and not cad.causal
     assert kept._seq_lens_cpu.tolist() == kept.seq_lens_cpu_upper_bound.tolist() == [8, 20]
 
 

@@ -56,6 +56,7 @@ def metadata(query_start, seq_lens, table=None, slots=None, **counts) -> CommonA
         num_reqs=len(lengths),
         block_table_tensor=torch.as_tensor(table).to(device()),
         slot_mapping=torch.as_tensor(slots).to(device()),
+        seq_lens_cpu_upper_bound=lengths.clone(),
         **(values | counts),
     )
 

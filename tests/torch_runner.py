@@ -1,6 +1,7 @@
 """What a PyTorch runner hands to its drafter: configuration, metadata, requests."""
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def vllm_config(
 
 @dataclass
 class CommonAttentionMetadata:
-    """The attributes of vLLM's that the bridge may read, and no other."""
+    """The fields of vLLM's own: those of 0.20 and, behind `causal`, of 0.32 together."""
 
     query_start_loc: torch.Tensor
     query_start_loc_cpu: torch.Tensor
@@ -55,6 +56,58 @@ class CommonAttentionMetadata:
     max_seq_len: int
     block_table_tensor: torch.Tensor
     slot_mapping: torch.Tensor
+    causal: bool | torch.Tensor = True
+    logits_indices_padded: torch.Tensor | None = None
+    num_logits_indices: int | None = None
+    max_logits_per_req: int | None = None
+    encoder_seq_lens: torch.Tensor | None = None
+    encoder_seq_lens_cpu: np.ndarray | None = None
+    dcp_local_seq_lens: torch.Tensor | None = None
+    dcp_local_seq_lens_cpu: torch.Tensor | None = None
+    dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    is_prefilling: torch.Tensor | None = None
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    req_idx: np.ndarray | None = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    rswa_prefix_lens: torch.Tensor | None = None
+    replayssm_decode_base_cpu: torch.Tensor | None = None
+    _seq_lens_cpu: torch.Tensor | None = None
+    _num_computed_tokens_cpu: torch.Tensor | None = None
+    _num_computed_tokens_cache: torch.Tensor | None = None
+    _token_to_req_indices_cache: torch.Tensor | None = None
+
+
+def with_every_field(cad: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Fills what is None with values that fit the pass, so that a stale one is seen."""
+    num_rows, lengths = int(cad.query_start_loc_cpu[-1]), cad.seq_lens.cpu()
+    computed = lengths - cad.query_start_loc_cpu.diff()
+    device, index = cad.seq_lens.device, np.arange(len(lengths), dtype=np.int32)
+    rows = torch.arange(num_rows, device=device)
+    owner = torch.repeat_interleave(torch.from_numpy(index), cad.query_start_loc_cpu.diff())
+    return dataclasses.replace(
+        cad,
+        causal=False,
+        logits_indices_padded=rows,
+        num_logits_indices=num_rows,
+        max_logits_per_req=cad.max_query_len,
+        encoder_seq_lens=cad.seq_lens.clone(),
+        encoder_seq_lens_cpu=lengths.numpy(),
+        dcp_local_seq_lens=cad.seq_lens.clone(),
+        dcp_local_seq_lens_cpu=lengths.clone(),
+        dcp_local_seq_lens_cpu_upper_bound=lengths.clone(),
+        positions=rows,
+        is_prefilling=torch.ones(len(lengths), dtype=torch.bool, device=device),
+        seq_lens_cpu_upper_bound=lengths.clone(),
+        req_idx=index,
+        mm_req_doc_ranges={0: [(0, 1)]},
+        rswa_prefix_lens=cad.seq_lens.clone(),
+        replayssm_decode_base_cpu=computed.clone(),
+        _seq_lens_cpu=lengths.clone(),
+        _num_computed_tokens_cpu=computed,
+        _num_computed_tokens_cache=computed.to(device),
+        _token_to_req_indices_cache=owner.to(device),
+    )
 
 
 def common_attn_metadata(
@@ -79,6 +132,8 @@ def common_attn_metadata(
         max_seq_len=int(lengths.max()),
         block_table_tensor=table.to(device),
         slot_mapping=torch.cat(slots).to(device),
+        seq_lens_cpu_upper_bound=lengths.clone(),
+        _seq_lens_cpu=lengths.clone(),
     )
 
 

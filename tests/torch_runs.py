@@ -121,7 +121,7 @@ def run(
     look_up=ours,
     chunk_size=64,
     config=None,
-    capture_sizes=(16, 1),
+    capture_sizes=(64, 16, 1),
     start_worker=None,
     **speculative,
 ):

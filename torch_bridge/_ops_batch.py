@@ -12,7 +12,8 @@ from jaxtyping import Array
 from jspec import metadata
 from jspec.metadata import CommonAttentionMetadata, next_power_of_2
 from jspec.pallas._dispatch import check_sizes
-from torch_bridge._ops_run import Arrays, changed, page_table, run
+from torch_bridge._metadata import changed
+from torch_bridge._ops_run import Arrays, page_table, run
 from torch_bridge.checks import check_tensors, of_metadata
 
 
@@ -59,7 +60,7 @@ def compute_new_slot_mapping(
     B = query_start.shape[0] - 1
     check_sizes(op, block_size=block_size, max_model_len=max_model_len)
     check_sizes(op, 0, num_new_tokens=num_new_tokens)
-    _, sizes = check_tensors(op, {"new_positions": (new_positions, "int R")})
+    _, sizes = check_tensors(op, {"new_positions": (new_positions, "long R")})
     num_rows = sizes["R"] - B * num_new_tokens
     if num_rows < 0:
         raise ValueError(
@@ -73,7 +74,7 @@ def compute_new_slot_mapping(
         {
             "query_start_loc": (query_start, "int B+1"),
             "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
-            "new_positions": (new_positions, "int R"),
+            "new_positions": (new_positions, "long R"),
             "is_rejected_token_mask": (is_rejected_token_mask, "bool R"),
         },
         ((sizes["R"], torch.int64),),
@@ -114,7 +115,9 @@ def extend_all_queries_by_N(
       new_slot_mapping: int64 [T + B * N] slots of all rows.
 
     Returns:
-      New metadata of the same class; lengths are not bounded by the model's.
+      New metadata of the same class; lengths are not bounded by the model's. As in the original,
+      fields other than the lengths, starts, counts and slots stay as they are: copies of the
+      lengths on the host (`seq_lens_cpu_upper_bound` and alike) then lack the N rows.
 
     Raises:
       TypeError, ValueError: an argument does not fit; named.
@@ -216,7 +219,7 @@ def update_num_computed_tokens_for_batch_change(
     """
     op = "update_num_computed_tokens_for_batch_change"
     tensors = {
-        "prev_positions": (prev_positions, "int B"),
+        "prev_positions": (prev_positions, "long B"),
         "num_accepted_tokens": (num_accepted_tokens, "int B"),
         "cpu_num_computed_tokens": (cpu_num_computed_tokens, "int B"),
         "num_computed_tokens": (num_computed_tokens, "int R"),

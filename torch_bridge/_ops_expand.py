@@ -80,7 +80,7 @@ def copy_and_expand_eagle_inputs(
     op = "copy_and_expand_eagle_inputs"
     tensors = {
         "target_token_ids": (target_token_ids, "int T"),
-        "target_positions": (target_positions, "int T"),
+        "target_positions": (target_positions, "long T"),
         "next_token_ids": (next_token_ids, "int B"),
         "query_start_loc": (query_start_loc, "int B+1"),
         "query_end_loc": (query_end_loc, "int B"),
@@ -190,7 +190,7 @@ def copy_and_expand_dflash_inputs(
     op = "copy_and_expand_dflash_inputs"
     tensors = {
         "next_token_ids": (next_token_ids, "int B"),
-        "target_positions": (target_positions, "int T"),
+        "target_positions": (target_positions, "long T"),
         "query_start_loc": (query_start_loc, "int B+1"),
         "block_table_tensor": (block_table_tensor, "int B M"),
     }

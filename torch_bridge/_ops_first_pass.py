@@ -12,8 +12,9 @@ from jaxtyping import Array
 from jspec import metadata
 from jspec.axes import INT32_MAX
 from jspec.pallas._dispatch import check_sizes
+from torch_bridge._metadata import has_own, remade
 from torch_bridge._ops_batch import extended, host_starts, metadata_of
-from torch_bridge._ops_run import Arrays, changed, run
+from torch_bridge._ops_run import Arrays, run
 from torch_bridge.checks import check_are_tensors, check_tensors, of_metadata
 
 
@@ -136,7 +137,7 @@ def set_inputs_first_pass(
         )
     host = host_starts(op, cad)
     tensors |= {
-        "target_positions": (target_positions, "int T"),
+        "target_positions": (target_positions, "long T"),
         "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
         "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
     }
@@ -298,7 +299,7 @@ def set_inputs_first_pass_dflash(
     query_start, host = of_metadata(op, cad, "query_start_loc", 1), host_starts(op, cad)
     tensors = {
         "next_token_ids": (next_token_ids, "int B"),
-        "target_positions": (target_positions, "int T"),
+        "target_positions": (target_positions, "long T"),
         "query_start_loc": (query_start, "int B+1"),
         "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
         "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
@@ -328,8 +329,14 @@ def set_inputs_first_pass_dflash(
     )
     places = torch.arange(B + 1, dtype=torch.int32, device=host.device)
     num_live = int((host[:-1] < host[-1:]).sum())
-    block = changed(
+    bounds = {}
+    bound = getattr(cad, "seq_lens_cpu_upper_bound", None)
+    if bound is not None:  # rejected rows included
+        bounds["seq_lens_cpu_upper_bound"] = bound[:B] + (host[:-1] < host[-1:]).to(bound) * width
+    block = remade(
         cad,
+        *("_seq_lens_cpu", "_num_computed_tokens_cpu", "dcp_local_seq_lens"),
+        *(["seq_lens_cpu"] if has_own(cad, "seq_lens_cpu") else []),
         query_start_loc=start,
         query_start_loc_cpu=places.clamp(max=num_live) * width,
         seq_lens=seq_lens,
@@ -338,6 +345,7 @@ def set_inputs_first_pass_dflash(
         max_seq_len=cad.max_seq_len + width,
         slot_mapping=slots,
         causal=False,
+        **bounds,
     )
     return BlockFirstPassInputs(
         num_rows, index.view(-1), block, ids, positions, context, context_slots

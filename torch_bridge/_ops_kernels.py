@@ -54,7 +54,7 @@ def eagle_step_update_slot_mapping_and_metadata(
       ([7, 16, 0], [39, 16, -1, -1], [8, 17, 1])
     """
     op = "eagle_step_update_slot_mapping_and_metadata"
-    device, sizes = check_tensors(op, {"positions_1d": (positions_1d, "int B")})
+    device, sizes = check_tensors(op, {"positions_1d": (positions_1d, "long B")})
     num_requests = sizes["B"]
     num_rows = num_requests if input_batch_size is None else input_batch_size
     check_sizes(op, num_requests, input_batch_size=num_rows)
@@ -73,7 +73,7 @@ def eagle_step_update_slot_mapping_and_metadata(
         op,
         _eagle_step,
         {
-            "positions_1d": (positions_1d, "int B"),
+            "positions_1d": (positions_1d, "long B"),
             "block_table_tensor": (table, "int B M"),
             "seq_lens": (seq_lens[:num_requests], "int B"),
         },

@@ -1,6 +1,5 @@
 """How functions of jspec run on tensors of torch: packed into one array, and out of one again."""
 
-import copy
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -59,7 +58,10 @@ def run(
     caller = _caller(device)
     bucket = {letter: next_power_of_2(size) for letter, size in sizes.items()}
     bucket.update(capacity or {})
-    kinds = tuple((tensor.dtype, tensor.shape[1:]) for tensor, _ in tensors.values())
+    kinds = tuple(
+        (tensor.dtype if form.startswith("float") else form, tensor.shape[1:])
+        for tensor, form in tensors.values()
+    )
     # "auto" asks for the default device, and these tensors may lie on another one.
     impl = "xla" if device.type == "cpu" else "auto"
     key = (op, traced, kinds, tuple(bucket.items()), impl, tuple(static.items()), tuple(tensors))
@@ -160,11 +162,3 @@ def _caller(device: torch.device) -> _Caller:
     if caller is None:
         caller = callers[device] = _Caller(device)
     return caller
-
-
-def changed(metadata: Any, **values: Any) -> Any:
-    """Returns a shallow copy of a metadata object, of the same class, with other attributes."""
-    new = copy.copy(metadata)
-    for name, value in values.items():
-        object.__setattr__(new, name, value)  # a frozen dataclass will do
-    return new

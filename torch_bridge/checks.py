@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_bridge.dlpack import is_dense
-from torch_bridge.packing import Field, Layout, kind_of
+from torch_bridge.packing import Field, Kind, Layout, dtypes_of, kind_of
 
 
 def check_has(op: str, name: str, value: Any, *attributes: str) -> None:
@@ -90,8 +90,9 @@ def check_tensors(
 
     Args:
       op: for messages.
-      tensors: name to (tensor, form). A form is "int", "bool" or "float" and axes: "int B+1",
-        "int B M". The first tensor with a letter for its first axis sets that size.
+      tensors: name to (tensor, form). A form is "int", "long", "bool" or "float" and axes:
+        "int B+1", "int B M". The first tensor with a letter for its first axis sets that size.
+        Integers may be int32 and int64: an "int" is packed as int32, a "long" as int64.
       device: wanted; by default the first tensor's.
 
     Returns:
@@ -136,7 +137,8 @@ def check_tensors(
 
 
 _WANTED = {
-    "int": (torch.int32, torch.int64),
+    "int": dtypes_of("int32"),
+    "long": dtypes_of("int64"),
     "bool": (torch.bool,),
     "float": (torch.bfloat16, torch.float16, torch.float32),
 }
@@ -166,6 +168,10 @@ def check_long_enough(
         )
 
 
+# One width for each argument, the one that vLLM's runner hands over: the other compiles nothing.
+_PACKED_AS: dict[str, Kind] = {"int": "int32", "long": "int64"}
+
+
 def layout_of(tensors: Mapping[str, tuple[torch.Tensor, str]], bucket: Mapping[str, int]) -> Layout:
     """Lays out tensors that `check_tensors` has passed.
 
@@ -175,7 +181,8 @@ def layout_of(tensors: Mapping[str, tuple[torch.Tensor, str]], bucket: Mapping[s
     """
     fields = []
     for name, (tensor, form) in tensors.items():
-        letter, _, more = form.split()[1].partition("+")
-        shape = tuple(tensor.shape[1:])
-        fields.append(Field(name, letter, int(more or 0), shape, kind_of(tensor)))
+        kind, axis, *_ = form.split()
+        letter, _, more = axis.partition("+")
+        packed_as = _PACKED_AS.get(kind) or kind_of(tensor)
+        fields.append(Field(name, letter, int(more or 0), tuple(tensor.shape[1:]), packed_as))
     return Layout(tuple(fields), tuple(bucket.items()))

@@ -1,9 +1,10 @@
 """What the classes with weights have in common: configuration, loading, pages, memory."""
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Array, Int32
@@ -16,10 +17,11 @@ from jspec.state import Memory, Params
 from torch_bridge import weights
 from torch_bridge.checks import check_tensors, layout_of
 from torch_bridge.dlpack import check_not_forked, check_preallocation, jax_device, placement
-from torch_bridge.packing import Packer, Plan, forms
-from torch_bridge.settings import Settings, read, torch_device
+from torch_bridge.packing import Layout, Packer, Plan, forms
+from torch_bridge.settings import Settings, read, refuse_context_parallelism, torch_device
 
 _MOST_PLANS = 4096  # one for each combination of sizes that came
+_CALLER = 8  # frames between a warning of compilation and who called `propose`
 
 
 class DeviceProposer:
@@ -55,7 +57,7 @@ class DeviceProposer:
                 f"{owner}: `speculative_config.method` is {self.method!r}, wanted "
                 f"{' or '.join(map(repr, self.methods))}. Take the class of that method."
             )
-        _check_supported(owner, vllm_config)
+        _check_supported(owner, vllm_config, self.has_pages)
         self.num_speculative_tokens = self.settings.num_drafts
         self.max_model_len = self.settings.max_model_len
         self.device = torch_device(device, owner)
@@ -72,6 +74,9 @@ class DeviceProposer:
         self._reads = Reads()
         self._executables: dict[Any, Callable[..., Any]] = {}
         self._plans: dict[Any, tuple[Plan, Callable[..., Any]]] = {}
+        self._captured: set[Any] = set()  # executables that smaller steps may take as well
+        self._compiling: Literal["no", "run", "capture"] = "no"
+        self._warns = False
 
     @property
     def eagle3_use_aux_hidden_state(self) -> bool:
@@ -130,6 +135,8 @@ class DeviceProposer:
         self._reads = proposers.of(config).reads(config)
         self._executables.clear()
         self._plans.clear()
+        self._captured.clear()
+        self._warns = False
 
     def initialize_attn_backend(
         self, kv_cache_config: Any, kernel_block_sizes: list[int] | None = None
@@ -174,6 +181,36 @@ class DeviceProposer:
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
         """Takes the KV pages from the configuration: no layer of the drafter's is among vLLM's."""
         self.initialize_attn_backend(kv_cache_config)
+
+    def warmup(self) -> None:
+        """Compiles what steps of every size run, up to `max_num_batched_tokens` rows.
+
+        For runners that do not call `dummy_run` for all sizes; no step compiles afterwards. To be
+        called when weights and KV pages are known.
+
+        Raises:
+          RuntimeError: no weights are loaded. ValueError: the number of pages is not known.
+        """
+        self._ready()
+        most = self.settings.max_rows
+        for i in range((most - 1).bit_length() + 1):
+            self.dummy_run(min(1 << i, most), is_graph_capturing=True)
+
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: Any = None,
+    ) -> None:
+        """Compiles what steps of so many rows run.
+
+        Args:
+          num_tokens: rows of a step.
+          is_graph_capturing: smaller steps that have no executable of their own run this one.
+          use_cudagraphs, slot_mappings: not used.
+        """
+        raise NotImplementedError
 
     @property
     def _can_compile(self) -> bool:
@@ -263,12 +300,59 @@ class DeviceProposer:
                     f"{list(reads.hidden_layers)} side by side (n = after n layers), a row for "
                     "each token."
                 )
-        layout = layout_of(named, bucket)
+        key = layout_of(named, bucket), static
+        if key not in self._executables and self._compiling == "no":
+            key = self._captured_for(*key, sizes) or key
+        layout, static = key
         plan = self._packer.plan(layout, {name: x for name, (x, _) in named.items()}, sizes)
-        key = layout, static
         if key not in self._executables:
+            self._warn_of_compilation(named)
             self._executables[key] = make(self.config, layout, *static)
+        if self._compiling == "capture":
+            self._captured.add(key)
         return plan, self._executables[key]
+
+    def _captured_for(
+        self, wanted: Layout, static: tuple[Any, ...], sizes: Mapping[str, int]
+    ) -> Any:
+        """Returns the smallest captured executable that a step fits in; None if there is none."""
+        fitting = [
+            (layout, drafts)
+            for layout, drafts in self._captured
+            if layout.fields == wanted.fields
+            and drafts >= static
+            and all(sizes[letter] <= most for letter, most in layout.capacity)
+        ]
+        return min(fitting, key=lambda key: (key[0].num_words, key[1]), default=None)
+
+    @contextlib.contextmanager
+    def _dummy_run(self, captures: bool) -> Iterator[None]:
+        """Compiles what is missing, in silence."""
+        before, self._compiling = len(self._executables), "capture" if captures else "run"
+        try:
+            yield
+        finally:
+            self._compiling = "no"
+            if len(self._executables) > before:
+                self._plans.clear()  # what ran in a larger size may have one of its own now
+                self._warns = True
+
+    def _warn_of_compilation(self, named: Mapping[str, tuple[torch.Tensor, str]]) -> None:
+        """Says once that a step waits for the compiler though others were compiled before."""
+        if not self._warns or self._compiling != "no":
+            return
+        self._warns = False
+        shapes = ", ".join(
+            f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            for name, (tensor, _) in named.items()
+        )
+        warnings.warn(
+            f"{type(self).__name__}: a step compiles while it is waited for: {shapes}. Call "
+            "warmup(), or dummy_run for so many rows, before the first request. Further ones are "
+            "not reported.",
+            UserWarning,
+            stacklevel=_CALLER,
+        )
 
     def _set_pages(self, num_pages: int, page_size: int) -> None:
         if self._memory is not None and (num_pages, page_size) != (
@@ -290,8 +374,11 @@ class DeviceProposer:
         return {"parallel_drafting": bool(parallel)} if parallel or can else {}
 
 
-def _check_supported(owner: str, vllm_config: Any) -> None:
+def _check_supported(owner: str, vllm_config: Any, has_pages: bool) -> None:
     """Refuses choices that would silently do something else."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if has_pages and read(vllm_config, f"parallel_config.{name}", 1, owner=owner) > 1:
+            refuse_context_parallelism(owner, f"parallel_config.{name}")
     tree = read(vllm_config, "speculative_config.speculative_token_tree", None, owner=owner)
     if tree is not None and jspec.Tree(tree).depth < jspec.Tree(tree).num_nodes:
         raise NotImplementedError(

@@ -134,7 +134,7 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
     ) -> tuple[Plan, Callable[..., Any]]:
         slots, *layers = tensors
-        named = {"slot_mapping": (slots, "int T")}
+        named = {"slot_mapping": (slots, "long T")}
         named |= {name: (states, "float T D") for name, states in _by_layer(layers).items()}
         return self._laid_out(named, {"T": next_power_of_2(len(slots))}, _compiled)
 
@@ -193,14 +193,21 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         return to_torch(jax.device_put(states, jax.devices("cpu")[0]))
 
     @torch.inference_mode()
-    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: Any = None,
+    ) -> None:
         """Compiles what steps of so many rows run.
 
         Args:
           num_tokens: rows of a step.
-          *args, **kwargs: not used.
+          is_graph_capturing: smaller steps that have no executable of their own run this one.
+          use_cudagraphs, slot_mappings: not used.
         """
-        del args, kwargs
+        del use_cudagraphs, slot_mappings
         if not self._can_compile:
             return
         states = torch.zeros(
@@ -209,7 +216,8 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=self.device)
         metadata = type("Metadata", (), {"slot_mapping": slots})
         sampled = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
-        self.propose(sampled, [states] * len(self.config.hidden_layers), metadata)
+        with self._dummy_run(is_graph_capturing):
+            self.propose(sampled, [states] * len(self.config.hidden_layers), metadata)
 
 
 def _get(hf_config: Any, name: str) -> Any:

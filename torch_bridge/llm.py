@@ -13,22 +13,23 @@ import jax.numpy as jnp
 import torch
 from jaxtyping import Array, Int32
 
-from jspec.axes import INT32_MAX, PAD_SLOT
+from jspec.axes import PAD_SLOT
 from jspec.metadata import next_power_of_2, row_request
 from jspec.state import Batch
 from torch_bridge import rows
 from torch_bridge.checks import check_are_tensors, check_tensors, of_metadata
 from torch_bridge.device import DeviceProposer
 from torch_bridge.dlpack import check_not_forked
-from torch_bridge.packing import Layout, Plan, int64_pairs
+from torch_bridge.packing import Layout, Plan, int64_pairs, to_int32
 from torch_bridge.prepare import Preparing
-from torch_bridge.settings import count_first, drafts_of_step
+from torch_bridge.settings import count_first, drafts_of_step, read, refuse_context_parallelism
+from torch_bridge.weights import target_has_axes
 
 _TABLE = "block_table_tensor"
 _FORMS = {
     "query_start_loc": "int B+1",
     "target_token_ids": "int T",
-    "target_positions": "int T",
+    "target_positions": "long T",
     "next_token_ids": "int B",
     "seq_lens": "int B",
     "num_rejected_tokens_gpu": "int B",
@@ -36,7 +37,8 @@ _FORMS = {
     "target_hidden_states": "float T D",
 }
 """The tensors of a step, as they are packed: `query_start_loc` first says how many requests. The
-table is flat, so that its width, which releases of vLLM choose differently, compiles nothing."""
+table is flat, so that its width, which releases of vLLM choose differently, compiles nothing; nor
+does the width of integers, see `torch_bridge.checks`."""
 
 
 class LLMProposer(Preparing, DeviceProposer):
@@ -50,30 +52,30 @@ class LLMProposer(Preparing, DeviceProposer):
         is_graph_capturing: bool = False,
         slot_mappings: Any = None,
     ) -> None:
-        """Compiles what steps of so many rows run, those below a bucket's size included.
+        """Compiles what steps of so many rows run, of however many requests.
+
+        With a `num_speculative_tokens_per_batch_size`, every number of drafts that it has as well.
 
         Args:
           num_tokens: rows of a step.
-          use_cudagraphs, is_graph_capturing, slot_mappings: not used.
+          is_graph_capturing: smaller steps that have no executable of their own run this one.
+          use_cudagraphs, slot_mappings: not used.
         """
-        del use_cudagraphs, is_graph_capturing, slot_mappings
+        del use_cudagraphs, slot_mappings
         if not self._can_compile:
             return
         self._ready()
-        width = self.num_speculative_tokens + 1
-        for bucket in {self._bucket(1, num_tokens), self._bucket(-(-num_tokens // width), 1)}:
-            nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
-            hidden = torch.zeros(
-                (0, self._reads.hidden_size), dtype=self._dtype(), device=self.device
-            )
-            positions = nothing.long()
-            step = (
-                *(nothing.new_zeros(1), nothing),
-                positions.reshape(0, 3) if self._has_axes else positions,
-                *(nothing, nothing, nothing, nothing),
-            )
-            tokens = self._run(step, hidden, self.num_speculative_tokens, bucket)
-            self._packer.take(tokens, 0)  # the next step is packed where this one is read
+        requests = min(max(num_tokens, 1), self.settings.max_requests)
+        powers = [1 << i for i in range((requests - 1).bit_length() + 1)]
+        nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
+        positions = nothing.new_zeros((0, 3) if self._takes_axes else 0, dtype=torch.int64)
+        hidden = torch.zeros((0, self._reads.hidden_size), dtype=self._dtype(), device=self.device)
+        step = nothing.new_zeros(1), nothing, positions, nothing, nothing, nothing, nothing
+        with self._dummy_run(is_graph_capturing):
+            for bucket in sorted({self._bucket(power, num_tokens) for power in powers}):
+                for columns in self._numbers_of_drafts(bucket[0]):
+                    tokens = self._run(step, hidden, columns, bucket)
+                    self._packer.take(tokens, 0)  # the next step is packed where this one is read
 
     @count_first
     def propose(
@@ -98,7 +100,9 @@ class LLMProposer(Preparing, DeviceProposer):
 
         Args:
           target_token_ids: int [T] tokens that the target ran, rejected ones included.
-          target_positions: int [T], or [3, T] with M-RoPE.
+          target_positions: int [T], the place of each row in its request; or [3, T] of a target
+            with M-RoPE, whose rows' places come from `seq_lens`. A head without M-RoPE turns by the
+            first axis. Refused where rows are added: draft models, DFlash and P-EAGLE.
           target_hidden_states: float [T, D'] of the same rows: of the layers that the drafter
             reads, side by side. Not read by draft models.
           next_token_ids: int [B] token that each request continues from.
@@ -109,16 +113,17 @@ class LLMProposer(Preparing, DeviceProposer):
           sampling_metadata, slot_mappings: not read.
           mm_embed_inputs: None, or a pair whose first has no embeddings: drafts come from tokens.
           num_rejected_tokens_gpu: int [B] rejected rows at the end of each request.
-          num_speculative_tokens: K of this step, by default the configured one; 0 only keeps the
-            drafter's KV cache current.
+          num_speculative_tokens: K of this step, by default the configured one; 0 is for keeping
+            the drafter's KV cache current.
 
         Returns:
-          int64 [B, K] drafts in memory of torch's own; -1 behind a request's last one: at
-          `max_model_len`, and where it kept no token.
+          int64 [B, K] drafts in memory of torch's own; -1 behind a request's last one: where it
+          would grow beyond `max_model_len`, and where it kept no token.
 
         Raises:
           TypeError, ValueError: a tensor does not fit; named. NotImplementedError: embeddings are
-            given. RuntimeError: no weights are loaded, or this process was forked.
+            given, positions of three axes where rows are added, or metadata of decode context
+            parallelism. RuntimeError: no weights are loaded, or this process was forked.
         """
         del sampling_metadata, slot_mappings
         owner = type(self).__name__
@@ -131,6 +136,8 @@ class LLMProposer(Preparing, DeviceProposer):
                 "Pass None: drafts are then made from the tokens, as vLLM's own Llama heads do."
             )
         cad, index = common_attn_metadata, token_indices_to_sample
+        if getattr(cad, "dcp_local_seq_lens", None) is not None:
+            refuse_context_parallelism(owner, "common_attn_metadata.dcp_local_seq_lens")
         rejected = num_rejected_tokens_gpu
         query_start = of_metadata(owner, cad, "query_start_loc", 1)
         seq_lens, table = (of_metadata(owner, cad, name) for name in ("seq_lens", _TABLE))
@@ -140,9 +147,9 @@ class LLMProposer(Preparing, DeviceProposer):
                 rejected = self._num_rejected(query_start, index, next_token_ids)
             step = (
                 query_start,
-                _as_int32(target_token_ids),
-                self._as_positions(target_positions),
-                _as_int32(next_token_ids),
+                target_token_ids,
+                target_positions if target_positions.ndim < 2 else self._in_axes(target_positions),
+                next_token_ids,
                 seq_lens,
                 rejected,
                 self._flat_table(table),
@@ -162,7 +169,10 @@ class LLMProposer(Preparing, DeviceProposer):
             check_are_tensors(owner, **given)
             raise
         drafts = self._packer.take(tokens, num_requests)
-        return drafts if columns else drafts[:, :0]
+        if drafts.shape[1] == columns:
+            return drafts
+        with torch.inference_mode(False):  # what comes out may be written to anywhere
+            return drafts[:, :columns].contiguous()
 
     def take_last_draft_probs(self) -> None:
         """Returns None: drafts are greedy, which verification takes for certain."""
@@ -190,7 +200,7 @@ class LLMProposer(Preparing, DeviceProposer):
         check_are_tensors(type(self).__name__, **given)
         named = {name: (tensor, _FORMS[name]) for name, tensor in given.items()}
         if given["target_positions"].ndim == 2:
-            named["target_positions"] = given["target_positions"], "int T axes"
+            named["target_positions"] = given["target_positions"], "long T axes"
         num_requests, num_rows = len(given["query_start_loc"]) - 1, len(given["target_token_ids"])
         if num_requests > self.settings.max_requests:
             raise ValueError(
@@ -225,7 +235,9 @@ class LLMProposer(Preparing, DeviceProposer):
             },
             self.device,
         )
-        return _as_int32(query_start[1:].long() - 1 - _as_int32(index))
+        return (
+            query_start[1:].long() - 1 - (to_int32(index) if index.dtype == torch.int64 else index)
+        )
 
     def _flat_table(self, table: torch.Tensor) -> torch.Tensor:
         if table.ndim != 2 or not table.shape[1]:
@@ -242,27 +254,39 @@ class LLMProposer(Preparing, DeviceProposer):
         width = -(-pages // alignment) * alignment
         return width if columns <= width else next_power_of_2(columns)
 
-    def _as_positions(self, positions: torch.Tensor) -> torch.Tensor:
-        """Returns positions as int64; [3, T] ones as the drafter reads them."""
-        if positions.ndim == 2:
-            positions = self._in_axes(positions)
-        return positions.long() if positions.dtype == torch.int32 else positions
-
     def _in_axes(self, positions: torch.Tensor) -> torch.Tensor:
-        """Returns [3, T] positions as the drafter reads them: all axes, or the first alone."""
-        if len(positions) != 3:
+        """Returns [3, T] positions as they are packed, [T, 3]."""
+        owner = type(self).__name__
+        if positions.ndim != 2 or len(positions) != 3:
             raise ValueError(
-                f"{type(self).__name__}: `target_positions` has shape {tuple(positions.shape)}, "
+                f"{owner}: `target_positions` has shape {tuple(positions.shape)}, "
                 "wanted [T], or [3, T] with M-RoPE. Pass a position for each row of this step."
             )
-        return positions.T if self._has_axes else positions[0]
+        parallel = getattr(self.config, "parallel_drafting", False) and self.config.num_drafts > 1
+        if parallel or self.method in ("dflash", "draft_model"):
+            raise NotImplementedError(
+                f"{owner}: `target_positions` has shape {tuple(positions.shape)}, three axes "
+                "(M-RoPE), and this drafter adds rows to the step, which have none. Draft with a "
+                "chain that reads hidden states (eagle, eagle3, mtp)."
+            )
+        return positions.T
 
     @property
-    def _has_axes(self) -> bool:
+    def _takes_axes(self) -> bool:
+        """Whether steps come with positions of three axes: the target decides, or else the head."""
+        if target_has_axes(self.vllm_config, owner=type(self).__name__):
+            return True
         model = getattr(self.config, "model", None)
-        decoder = getattr(model, "decoder", model)
-        rope = getattr(decoder, "rope", None)
+        rope = getattr(getattr(model, "decoder", model), "rope", None)
         return getattr(rope, "mrope_section", None) is not None
+
+    def _numbers_of_drafts(self, num_requests: int) -> list[int]:
+        """Returns the numbers of drafts that a batch of up to so many requests may be asked for."""
+        path = "speculative_config.num_speculative_tokens_per_batch_size"
+        schedule = read(self.vllm_config, path, (), owner=type(self).__name__)
+        asked = {count for first, _, count in schedule if first <= num_requests}
+        most = self.num_speculative_tokens
+        return sorted({most, *(count for count in asked if 0 <= count < most)})
 
     def _bucket(self, num_requests: int, num_rows: int) -> tuple[int, int]:
         """Pads a step: rows to (K + 1) a request where they fit, or else to a power of two."""
@@ -309,13 +333,6 @@ def _has_embeddings(owner: str, mm_embed_inputs: Any) -> bool:
             f"{owner}: `mm_embed_inputs` is {mm_embed_inputs!r:.60}, wanted None or a pair of "
             "embeddings and their mask. Pass None: drafts are made from the tokens."
         ) from error
-
-
-def _as_int32(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns int64 ids as int32, so that both run one executable; those too large remain so."""
-    if tensor.dtype != torch.int64:
-        return tensor
-    return tensor.clamp(-INT32_MAX, INT32_MAX).to(torch.int32)
 
 
 def _compiled(config: Any, layout: Layout, columns: int) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import Any
 
 import jax
@@ -71,20 +72,36 @@ class MedusaProposer(DeviceProposer):
         named = {"target_hidden_states": (hidden, "float B D")}
         return self._laid_out(named, {"B": next_power_of_2(num_requests)}, _compiled)
 
+    def load_model(self, target_model: torch.nn.Module | str | PathLike[str]) -> None:
+        """Loads the heads, see `DeviceProposer.load_model`, and compiles for batches of every size.
+
+        vLLM's runner never asks this drafter for a dummy run.
+        """
+        super().load_model(target_model)
+        self.warmup()
+
     @torch.inference_mode()
-    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: Any = None,
+    ) -> None:
         """Compiles what steps of so many requests run.
 
         Args:
-          num_tokens: most requests, at most `max_num_seqs` count.
-          *args, **kwargs: not used.
+          num_tokens: requests, of which at most `max_num_seqs` count.
+          is_graph_capturing: smaller steps that have no executable of their own run this one.
+          use_cudagraphs, slot_mappings: not used.
         """
-        del args, kwargs
+        del use_cudagraphs, slot_mappings
         if not self._can_compile:
             return
         num_requests = min(num_tokens, self.settings.max_requests)
         shape = (num_requests, self._reads.hidden_size)
-        self.propose(torch.zeros(shape, dtype=self._dtype(), device=self.device))
+        with self._dummy_run(is_graph_capturing):
+            self.propose(torch.zeros(shape, dtype=self._dtype(), device=self.device))
 
 
 def _compiled(config: Any, layout: Layout) -> Callable[..., Any]:

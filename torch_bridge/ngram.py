@@ -20,7 +20,7 @@ from torch_bridge.ngram_batch import (
     update_scheduler_for_invalid_drafts,
 )
 from torch_bridge.ngram_host import NgramProposer, lookup_bounds
-from torch_bridge.packing import Field, Layout, Packer, kind_of
+from torch_bridge.packing import Field, Layout, Packer
 from torch_bridge.settings import Settings, count_first, drafts_of_step, torch_device
 from torch_bridge.shared import alias, empty, on_device
 
@@ -93,8 +93,9 @@ class NgramProposerGPU:
         """Writes the sampled tokens into the histories and drafts, without waiting for the device.
 
         JAX reads the histories where they are if they begin a contiguous table of at least
-        `max_num_seqs` rows, of which they may be a slice; or else a copy. The table is kept until
-        a call with another one.
+        `max_num_seqs` rows, of which they may be a slice, and of `max_model_len` columns; or else a
+        copy. The table is kept until a call with another one. What is larger than the configuration
+        says, rows or columns, compiles at its first step.
 
         Args:
           num_tokens_no_spec: int [B] known tokens of each row before this step; not changed.
@@ -135,12 +136,10 @@ class NgramProposerGPU:
             table = self._table(token_ids_gpu, self._bucket(B))
         tensors = {"num_tokens": num_tokens_no_spec, "count": valid_sampled_tokens_count}
         rows = table.shape[0]
-        key = rows, num_tokens_no_spec.dtype, valid_sampled_tokens_count.dtype
-        step = self._steps.get(key)
+        step = self._steps.get(rows)
         if step is None:
-            fields = tuple(Field(name, "B", kind=kind_of(t)) for name, t in tensors.items())
-            layout = Layout(fields, (("B", rows),))
-            step = self._steps[key] = layout, _compiled(layout, self.min_n, self.max_n, self.k)
+            layout = Layout(tuple(Field(name, "B") for name in tensors), (("B", rows),))
+            step = self._steps[rows] = layout, _compiled(layout, self.min_n, self.max_n, self.k)
         layout, match = step
         plan = self._packer.plan(layout, tensors, {"B": B})
         with self._placed():
@@ -214,11 +213,12 @@ class NgramProposerGPU:
         num_tokens = token_ids.untyped_storage().nbytes() // 4 - token_ids.storage_offset()
         # JAX wants 64 bytes of alignment on a CPU, XLA 16 on a GPU.
         aligned = token_ids.is_contiguous() and token_ids.data_ptr() % 64 == 0
-        if not aligned or num_tokens < rows * width:
-            if self._copy.shape[0] < rows or self._copy.shape[1] != width:
-                self._copy = empty((rows, width), torch.int32, self.device)
-            self._copy[:B].copy_(token_ids)
-            token_ids = self._copy
+        wanted = max(width, self.max_model_len)
+        if not aligned or num_tokens < rows * width or width < wanted:
+            if self._copy.shape[0] < rows or self._copy.shape[1] != wanted:
+                self._copy = empty((rows, wanted), torch.int32, self.device)
+            self._copy[:B, :width].copy_(token_ids)
+            token_ids, width = self._copy, wanted
         key = token_ids.data_ptr(), width
         if key != self._shared_key:  # the memory of an address that JAX holds is not given away
             self._shared, self._shared_key = {}, key

@@ -8,7 +8,7 @@ padded copy nor a host value is needed, whatever sizes a step has.
 import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +40,8 @@ class Field:
       size: letter of its first dimension, whose size changes from step to step.
       more: entries beyond that size: `query_start` has B + 1.
       shape: its other dimensions.
-      kind: element type; an int64 that int32 does not hold becomes the nearest that it does.
+      kind: element type; integers come in either width. An int64 that int32 does not hold becomes
+        the nearest that it does.
     """
 
     name: str
@@ -106,13 +107,13 @@ class Plan(NamedTuple):
 
     Attributes:
       header: their sizes, on the device.
-      are_words: which of them are flat int32 already.
+      as_words: how the memory of each is read as int32; None where it is flat int32 already.
       length: words that are written.
       num_words: words that JAX reads.
     """
 
     header: torch.Tensor
-    are_words: tuple[bool, ...]
+    as_words: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]
     length: int
     num_words: int
 
@@ -170,8 +171,8 @@ class Packer:
             self._check(field, tensors.get(field.name), num_entries)
             length += num_entries * field.words
         header = self._header([sizes[letter] for letter, _ in layout.capacity])
-        are_words = tuple(field.kind == "int32" and not field.shape for field in layout.fields)
-        return Plan(header, are_words, length, layout.num_words)
+        as_words = tuple(_how_to_pack(field, tensors[field.name]) for field in layout.fields)
+        return Plan(header, as_words, length, layout.num_words)
 
     def pack(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> Int32[Array, "words"]:
         """Writes a step's tensors into one array of JAX, valid until the next call.
@@ -187,8 +188,8 @@ class Packer:
         self.follow_stream()
         words = self._first_words(plan.num_words)  # which makes room for all of it
         parts = [plan.header]
-        for tensor, are_words in zip(tensors, plan.are_words, strict=True):
-            parts.append(tensor if are_words else _as_words(tensor))
+        for tensor, as_words in zip(tensors, plan.as_words, strict=True):
+            parts.append(tensor if as_words is None else as_words(tensor))
         if self.stream is not None:
             torch.cat(parts, out=self._first_words(plan.length))
             return self.stream.to_jax(words)
@@ -288,7 +289,7 @@ class Packer:
 
     def _check(self, field: Field, tensor: Any, num_entries: int) -> None:
         """Says what is wrong with a tensor."""
-        wanted, dtype = (num_entries, *field.shape), _TORCH_KINDS[field.kind]
+        wanted, dtypes = (num_entries, *field.shape), dtypes_of(field.kind)
         dense = isinstance(tensor, torch.Tensor) and is_dense(tensor)
         if not dense or tensor.shape != wanted:
             got = tuple(tensor.shape) if dense else f"a {type(tensor).__name__}"
@@ -296,16 +297,40 @@ class Packer:
                 f"{self.owner}: `{field.name}` is {got}, wanted a dense tensor of shape {wanted}. "
                 "Pass one entry for each request or row of this step."
             )
-        if tensor.dtype != dtype:
+        if tensor.dtype not in dtypes:
             raise TypeError(
-                f"{self.owner}: `{field.name}` has dtype {tensor.dtype}, wanted {dtype}. Convert "
-                f"it first: {field.name}.to({dtype})."
+                f"{self.owner}: `{field.name}` has dtype {tensor.dtype}, wanted "
+                f"{' or '.join(map(str, dtypes))}. Convert it first: {field.name}.to({dtypes[0]})."
             )
         if tensor.device != self._torch_device:
             raise ValueError(
                 f"{self.owner}: `{field.name}` is on {tensor.device}, and the drafter on "
                 f"{self._torch_device}. Move it there first."
             )
+
+
+def to_int32(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns int64 as the nearest int32."""
+    return tensor.clamp(_INT32_MIN, INT32_MAX).to(torch.int32)
+
+
+def _how_to_pack(
+    field: Field, tensor: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Says how a tensor becomes what an executable reads, whichever width its integers have."""
+    if field.kind == "int32" and tensor.dtype == torch.int64:
+        return _narrowed
+    if field.kind == "int64" and tensor.dtype == torch.int32:
+        return _widened
+    return None if field.kind == "int32" and not field.shape else _as_words
+
+
+def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    return to_int32(tensor).reshape(-1)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return _as_words(tensor.long())
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
@@ -340,6 +365,17 @@ _TORCH_KINDS: dict[Kind, torch.dtype] = {
     "float16": torch.float16,
 }
 _KINDS: dict[torch.dtype, Kind] = {dtype: kind for kind, dtype in _TORCH_KINDS.items()}
+
+
+def dtypes_of(kind: Kind) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes that a field takes; the first one costs nothing."""
+    own = _TORCH_KINDS[kind]
+    if own not in _INTEGERS:
+        return (own,)
+    return own, *(dtype for dtype in _INTEGERS if dtype != own)
+
+
+_INTEGERS = torch.int32, torch.int64
 
 
 def kind_of(tensor: torch.Tensor) -> Kind:

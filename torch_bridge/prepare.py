@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from jspec.axes import PAD_TOKEN
-from torch_bridge._ops_run import changed
+from torch_bridge._metadata import HOST_LENGTHS, has_own, remade
 from torch_bridge.checks import check_tensors, first_rows
 from torch_bridge.shared import on_device
 
@@ -159,7 +159,7 @@ class Preparing:
             drafts[1:] -= ends[:-1]
             num_rejected = ((drafts + 1 - count) * (drafts > 0)).to(torch.int32)
             index = cad.query_start_loc[1 : num_requests + 1] - 1 - num_rejected
-        metadata = changed(
+        metadata = remade(
             cad,
             num_actual_tokens=starts[-1],
             max_query_len=max((end - start for start, end in pairwise(starts)), default=0),
@@ -220,7 +220,8 @@ class Preparing:
         kept = torch.tensor(kept_starts, dtype=torch.int32, device="cpu")
         token_indices = on_device(rows, self.device, torch.int64)
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
-        metadata = changed(
+        host_lengths = {name: seq_lens for name in HOST_LENGTHS if has_own(cad, name)}
+        metadata = remade(
             cad,
             query_start_loc=on_device(kept_starts, self.device, torch.int32),
             query_start_loc_cpu=kept,
@@ -229,15 +230,9 @@ class Preparing:
             max_seq_len=max(lengths, default=0),
             slot_mapping=cad.slot_mapping[token_indices],
             causal=True,
+            **host_lengths,
         )
-        for name in _HOST_LENGTHS:
-            if name in vars(metadata):
-                object.__setattr__(metadata, name, seq_lens)
         return metadata, token_indices
-
-
-# Copies of `seq_lens` that vLLM's metadata keeps on the host, by release.
-_HOST_LENGTHS = ("seq_lens_cpu", "_seq_lens_cpu", "seq_lens_cpu_upper_bound")
 
 
 def backup_tokens(

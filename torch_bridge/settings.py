@@ -4,7 +4,7 @@ import functools
 import operator
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -85,6 +85,15 @@ class Settings:
             max_num_batched_tokens=settings.max_rows,
         )
         return settings
+
+
+def refuse_context_parallelism(owner: str, name: str) -> NoReturn:
+    """Raises NotImplementedError: pages are split over ranks, and a drafter has whole ones."""
+    raise NotImplementedError(
+        f"{owner}: `{name}` says that the KV cache is split over ranks, and the drafter has pages "
+        "of its own for whole requests. Run without decode and prefill context parallelism, or "
+        "draft with a method without pages (ngram, suffix)."
+    )
 
 
 def torch_device(device: Any, owner: str) -> torch.device:

@@ -70,6 +70,22 @@ def target_of(
     return Model(config, params, None, None, ())
 
 
+def target_has_axes(vllm_config: Any, *, owner: str) -> bool:
+    """Whether the target's positions have three axes (M-RoPE), as far as the configuration says.
+
+    Args:
+      vllm_config: `model_config.uses_mrope`, or else `model_config.hf_config`, is read.
+      owner: for messages.
+    """
+    told = read(vllm_config, "model_config.uses_mrope", None, owner=owner)
+    if told is not None:
+        return bool(told)
+    hf_config = _as_dict(read(vllm_config, "model_config.hf_config", {}, owner=owner))
+    configs = [hf_config, _as_dict(hf_config.get("text_config") or {})]
+    ropes = [c.get(name) for c in configs for name in ("rope_parameters", "rope_scaling")]
+    return any(isinstance(rope, Mapping) and "mrope_section" in rope for rope in ropes)
+
+
 def _share(
     name: str, table: Any, config: ModelConfig, device: torch.device, owner: str
 ) -> jax.Array:
