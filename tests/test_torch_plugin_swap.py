@@ -238,6 +238,14 @@ def test_the_v2_runner_is_refused_with_the_variable_that_avoids_it(vllm, monkeyp
     assert vllm.runner.EagleProposer is not ours("EagleProposer")
 
 
+def test_a_choice_that_changes_the_drafts_is_refused_or_warned_of(vllm, monkeypatch):
+    monkeypatch.setenv(vllm_plugin.SWITCH, "all")
+    with pytest.raises(NotImplementedError, match="use_heterogeneous_vocab .* Leave it out"):
+        vllm.start("draft_model", use_heterogeneous_vocab=True)
+    with pytest.warns(RuntimeWarning, match="drafts greedily"):
+        vllm.start("eagle", draft_sample_method="probabilistic")
+
+
 def test_a_share_of_the_memory_that_was_chosen_is_kept(vllm, monkeypatch):
     monkeypatch.setenv(vllm_plugin.SWITCH, "suffix")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2")

@@ -44,9 +44,9 @@ def vllm_modules(release: Release, make_runner: Callable[..., Any]) -> dict[str,
     Returns:
       Modules by name, for `sys.modules`.
     """
-    made: dict[str, ModuleType] = {}
+    made: dict[str, Any] = {}
 
-    def module(name: str, **values: Any) -> ModuleType:
+    def module(name: str, **values: Any) -> Any:
         made[name] = ModuleType(name)
         vars(made[name]).update(values)
         return made[name]
