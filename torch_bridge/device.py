@@ -389,6 +389,11 @@ def _check_supported(owner: str, vllm_config: Any, has_pages: bool) -> None:
             f"{owner}: `speculative_token_tree` is {tree!r:.60}, and a runner verifies drafts as "
             "one chain. Leave it out, or decode trees with jspec.generate."
         )
+    if read(vllm_config, "speculative_config.use_heterogeneous_vocab", False, owner=owner):
+        raise NotImplementedError(
+            f"{owner}: use_heterogeneous_vocab is set, and jspec's draft models share the target's "
+            "vocabulary. Leave it out, with a draft model of the target's tokenizer."
+        )
     sampling = read(vllm_config, "speculative_config.draft_sample_method", "greedy", owner=owner)
     if sampling != "greedy":
         warnings.warn(
