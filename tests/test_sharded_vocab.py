@@ -28,7 +28,7 @@ hidden = jax.device_put(np.eye(2, dtype=np.float32), whole)
 
 @functools.partial(jax.jit, out_shardings=whole)
 def pick(hidden, head):
-    logits = head_logits(hidden, head)
+    logits = head_logits(hidden, head, num_ids=10)
     return _draft.pick(Vocabulary(10), DraftingConfig(num_drafts=1), logits, None, 0)[0]
 
 for shard in pick(hidden, head).addressable_shards:
