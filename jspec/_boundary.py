@@ -134,6 +134,47 @@ def check_batch(owner: str, config: Any, batch: Batch) -> Batch:
     return what_is_read(owner, config, batch)
 
 
+def check_slots(owner: str, state: State, scheduled: Scheduled) -> None:
+    """Raises ValueError, naming the request, unless each has a memory row of its own.
+
+    Looks at numpy arrays alone: values on a device are not waited for.
+
+    Args:
+      owner: the function that was called, for messages.
+      state: whose memory it is. Drafters without rows do not ask who was admitted.
+      scheduled: the step.
+    """
+    slots = scheduled.request_slot
+    if not isinstance(slots, np.ndarray):
+        return
+    proposer = proposers.of(state.config)
+    known = range(state.max_requests) if proposer.admit is None else state.occupied
+    given = [slot for slot in slots.tolist() if slot >= 0]
+    if len(set(given)) == len(given) and all(slot in known for slot in given):
+        return
+    if not isinstance(scheduled.query_start, np.ndarray):
+        return  # some of them may be padding
+    seen: dict[int, int] = {}
+    for b in np.flatnonzero((np.diff(scheduled.query_start) > 0) & (slots >= 0)).tolist():
+        slot = int(slots[b])
+        if slot >= state.max_requests:
+            raise ValueError(
+                f"{owner}: `request_slot` of request {b} is {slot}, wanted 0 to "
+                f"{state.max_requests - 1} (max_requests of jspec.init), or -1 for padding."
+            )
+        if slot not in known:
+            raise ValueError(
+                f"{owner}: `request_slot` of request {b} is {slot}, which no request holds; taken "
+                f"now: {sorted(known) or 'none'}. Call jspec.admit(state, {slot}, prompt) first."
+            )
+        if slot in seen:
+            raise ValueError(
+                f"{owner}: `request_slot` is {slot} for request {seen[slot]} and for request {b}. "
+                "Admit each request to a slot of its own."
+            )
+        seen[slot] = b
+
+
 def check_slot(owner: str, slot: int) -> int:
     """Returns a slot as int, or raises a TypeError."""
     try:

@@ -22,6 +22,7 @@ from jspec._boundary import (
     check_buckets,
     check_num_drafts,
     check_slot,
+    check_slots,
     commit,
     device_of,
     examples,
@@ -158,10 +159,14 @@ def release(state: State, slot: int) -> State:
 
 
 def prepare(scheduled: Scheduled, verified: Verified, *, vocab_size: int | None = None) -> Batch:
-    """Joins what the target ran with what the verifier kept; see `jspec.metadata.prepare`."""
+    """Joins what the target ran with what the verifier kept; see `jspec.metadata.prepare`.
+
+    Numpy arrays that contradict each other are refused by name.
+    """
+    metadata.check_scheduled(scheduled)
+    metadata.check_verified(verified, scheduled)
+    metadata.check_counts("prepare", scheduled)
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((scheduled, verified))):
-        metadata.check_scheduled(scheduled)
-        metadata.check_verified(verified, scheduled)
         scheduled, verified = commit((scheduled, verified), device_of((scheduled, verified)))
         return _prepare(scheduled, verified, vocab_size=vocab_size)
     return metadata.prepare(scheduled, verified, vocab_size=vocab_size)
@@ -187,8 +192,12 @@ def propose(state: State, batch: Batch, *, num_drafts: int | None = None) -> tup
     is_traced = check_alive(state, "propose")
     num_drafts = check_num_drafts("propose", state.config, num_drafts)
     batch = check_batch("propose", state.config, batch)
-    if proposers.of(state.config).kind == "host":
-        return _propose_on_host(state, to_host(batch, state.config), num_drafts)
+    is_on_host = proposers.of(state.config).kind == "host"
+    batch = to_host(batch, state.config) if is_on_host else batch
+    metadata.check_counts("propose", batch)
+    check_slots("propose", state, batch)
+    if is_on_host:
+        return _propose_on_host(state, batch, num_drafts)
     batch = commit(batch, device_of(state.memory))
     is_traced = is_traced or isinstance(batch.token_ids, Tracer)
     memory, drafts = _warmed.call(state, is_traced, _propose, batch, num_drafts=num_drafts)
@@ -217,8 +226,12 @@ def step(
     metadata.check_verified(verified, scheduled)
     num_drafts = check_num_drafts("step", state.config, num_drafts)
     scheduled = what_is_read("step", state.config, scheduled)
-    if proposers.of(state.config).kind == "host":
+    is_on_host = proposers.of(state.config).kind == "host"
+    if is_on_host:
         scheduled, verified = to_host((scheduled, verified), state.config)
+    metadata.check_counts("step", scheduled)
+    check_slots("step", state, scheduled)
+    if is_on_host:
         batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
         return _propose_on_host(state, batch, num_drafts)
     arguments = commit((scheduled, verified), device_of(state.memory))
