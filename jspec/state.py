@@ -96,8 +96,8 @@ class Scheduled:
       seq_lens: KV length with all rows of this step, rejected ones included.
       block_table: pages of each request in order; PAD where there is none.
       num_drafts: drafts that this step verified.
-      request_slot: persistent row of the request, 0..max_requests-1. No two live requests of a step
-        share one: what such two get drafted means nothing; the others keep what is theirs.
+      request_slot: persistent row of the request, 0..max_requests-1, from `admit` to `release`. No
+        two live requests of a step share one; see docs/data-contract.md, "What is refused".
       backup_token: the known next token where nothing was sampled (the next prompt token of a
         chunked prefill).
       discard: True where sampled tokens must not count (unfinished prefill, padding).

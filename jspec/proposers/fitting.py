@@ -16,6 +16,9 @@ from jspec.state import Memory, Params, State
 Keys: TypeAlias = tuple[str, ...]
 """Where an array lies in nested dicts."""
 
+_TARGET_IDS = "target_ids"
+"""Param with the target's token of each draft id, in every method that has a draft vocabulary."""
+
 _LOAD = "Take config and params from one call of jspec.load."
 
 
@@ -118,12 +121,12 @@ def check_dtypes(owner: str, wanted: Mapping[Keys, Any], found: Mapping[Keys, An
 
 
 def check_token_tables(owner: str, config: Any, leaves: Mapping[Keys, Any]) -> None:
-    """Raises ValueError unless the integer params are token ids, ascending and none twice.
+    """Raises ValueError unless `target_ids` are tokens, ascending and none twice.
 
     Traced arrays have no values yet: of those, an id outside the vocabulary counts as PAD.
     """
     for keys, leaf in leaves.items():
-        if isinstance(leaf, Tracer) or not jnp.issubdtype(leaf.dtype, jnp.integer):
+        if keys[-1] != _TARGET_IDS or isinstance(leaf, Tracer):
             continue
         ids, name = np.asarray(leaf), "/".join(("params", *keys))
         outside = (ids < 0) | (ids >= config.vocab_size)
