@@ -137,7 +137,10 @@ class ModelConfig:
     """Shapes a decoder of the Llama family: Llama, SmolLM2, MiMo, Qwen2, Qwen3.
 
     Attributes:
-      vocab_size: rows of the embedding and of the head (V).
+      vocab_size: tokens (V).
+      padded_vocab_size: rows of the embedding and of the head where some pad them, so that they
+        can be sharded; None = `vocab_size`. The rows after `vocab_size` are never read and never
+        drafted, whatever they hold.
       hidden_size: width of the residual stream (D).
       intermediate_size: width of the MLP.
       num_layers: decoder layers (L).
@@ -156,10 +159,12 @@ class ModelConfig:
       model_type: what config.json calls the model, for messages: equal configs may differ in it.
 
     Raises:
-      ValueError: a size is below 1, heads do not divide, or M-RoPE's sections are no half of one.
+      ValueError: a size is below 1, the padded vocabulary is below the other, heads do not divide,
+        or M-RoPE's sections are no half of one.
     """
 
     vocab_size: int
+    padded_vocab_size: int | None = None
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -181,6 +186,9 @@ class ModelConfig:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
         sizes += ("num_kv_heads", "head_dim", "max_positions")
         check_at_least("ModelConfig", 1, **{name: getattr(self, name) for name in sizes})
+        if self.padded_vocab_size is not None:
+            padded = {"padded_vocab_size": self.padded_vocab_size}
+            check_at_least("ModelConfig", self.vocab_size, **padded)
         for token in self.eos_token_ids:
             check_at_least("ModelConfig", 0, eos_token_id=token)
         check_above_0("ModelConfig", rms_norm_eps=self.rms_norm_eps)
@@ -200,6 +208,11 @@ class ModelConfig:
                 f"ModelConfig: mrope_section is {sections}, {sum(sections)} frequencies, wanted "
                 f"{self.head_dim // 2} together: half of head_dim = {self.head_dim}."
             )
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the head, padding included."""
+        return self.padded_vocab_size or self.vocab_size
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | PathLike[str]) -> Self:
@@ -303,8 +316,8 @@ class ModelConfig:
         if type(self).from_hf(config) != self:
             raise ValueError(
                 f"ModelConfig: a {self.model_type} with qk_norm={self.qk_norm}, "
-                f"qkv_bias={self.qkv_bias} and o_bias={self.o_bias} has no config.json. Keep it as "
-                "jspec.save writes it."
+                f"qkv_bias={self.qkv_bias}, o_bias={self.o_bias} and padded_vocab_size="
+                f"{self.padded_vocab_size} has no config.json. Keep it as jspec.save writes it."
             )
         return config
 

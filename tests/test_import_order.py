@@ -12,7 +12,7 @@ LEVELS = (
     ("cache", "metadata", "rejection", "sampling", "verify", "metrics", "suffix", "text"),
     ("models", "checkpoint"),
     ("proposers",),
-    ("_boundary",),
+    ("_boundary", "_warmed"),
     ("api", "loading", "saving", "adaptive"),
     ("sampling_params", "scheduling", "target"),
     ("engine",),

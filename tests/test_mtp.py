@@ -120,7 +120,7 @@ def first_pass_of(name):
         out, _ = model(0, rows.token_ids, rows.hidden, rows.view, pages)
         # The other recording left the embedding at position 0 in place.
         module = model.modules["0"]
-        embedding = embed(params["embed"], rows.token_ids)
+        embedding = embed(params["embed"], rows.token_ids, vocab_size=config.vocab_size)
         both = [module.hidden_norm(rows.hidden), module.token_norm(embedding)]
         x = jnp.concatenate(both, axis=-1) @ module.input_proj[...]
         rope = rope_table(config.model.rope, config.model.head_dim, rows.view.positions)

@@ -179,6 +179,51 @@ def check_scheduled(scheduled: Any) -> None:
     _checked.add(signature)
 
 
+def check_counts(owner: str, scheduled: Scheduled) -> None:
+    """Raises ValueError, naming the request, where counts of a step contradict each other.
+
+    Looks at numpy arrays alone: values on a device are not waited for.
+
+    Args:
+      owner: the function that was called, for messages.
+      scheduled: a step that `check_scheduled` passed.
+    """
+    start, seq_lens, count = scheduled.query_start, scheduled.seq_lens, scheduled.num_drafts
+    if not (isinstance(start, np.ndarray) and isinstance(seq_lens, np.ndarray)):
+        return
+    if not isinstance(count, np.ndarray):
+        return
+    num_rows = scheduled.token_ids.shape[0]
+    length = start[1:] - start[:-1]
+    signs = length | (seq_lens - length) | count | (length - count - (length > 0))
+    in_rows = start.item(0) == 0 and start.item(-1) <= num_rows
+    if in_rows and np.bitwise_or.reduce(signs) >= 0:
+        return
+    if not in_rows or length.min() < 0:
+        raise ValueError(
+            f"{owner}: `query_start` is {start}, wanted 0 first, then the end of each request's "
+            f"rows, ascending up to {num_rows} rows at most. A padded request repeats the last "
+            "value."
+        )
+    live = length > 0
+    if isinstance(scheduled.request_slot, np.ndarray):
+        live &= scheduled.request_slot >= 0
+    too_short = live & (seq_lens < length)
+    if too_short.any():
+        b = int(np.argmax(too_short))
+        raise ValueError(
+            f"{owner}: `seq_lens` of request {b} is {seq_lens[b]}, wanted at least its "
+            f"{length[b]} rows in this step: it counts the tokens of the request with them."
+        )
+    wrong = live & ((count < 0) | (count >= length))
+    if wrong.any():
+        b = int(np.argmax(wrong))
+        raise ValueError(
+            f"{owner}: `num_drafts` of request {b} is {count[b]}, wanted 0 to {length[b] - 1}: the "
+            f"drafts among its {length[b]} rows come after one token or more that was known."
+        )
+
+
 def check_verified(verified: Any, scheduled: Scheduled) -> None:
     """Raises TypeError or ValueError unless `verified` has a row for each request."""
     if not isinstance(verified, Verified):

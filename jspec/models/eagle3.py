@@ -40,6 +40,8 @@ class Eagle3ModelConfig:
     Attributes:
       decoder: its layers and its embedding; the vocabulary is the target's (V).
       draft_vocab_size: tokens that it can draft (Vd).
+      padded_draft_vocab_size: rows of the head where some pad it, as `padded_vocab_size` of
+        ModelConfig; None = `draft_vocab_size`.
       target_size: width of the target's hidden states (Dt).
       num_fused: hidden states of the target that are fused into one; 0 = it reads one as it is.
       norm_before_fc: they are normed together before they are fused.
@@ -54,6 +56,7 @@ class Eagle3ModelConfig:
 
     decoder: ModelConfig
     draft_vocab_size: int
+    padded_draft_vocab_size: int | None = None
     target_size: int
     num_fused: int = 3
     norm_before_fc: bool = False
@@ -68,6 +71,9 @@ class Eagle3ModelConfig:
                 f"eagle3: `draft_vocab_size` is {self.draft_vocab_size}, wanted 1 to the "
                 f"vocab_size, {V}. Take config.json and weights from the same model."
             )
+        if self.padded_draft_vocab_size is not None:
+            padded = {"padded_draft_vocab_size": self.padded_draft_vocab_size}
+            check_at_least("eagle3", self.draft_vocab_size, **padded)
         if not self.num_fused and self.target_size != D:
             raise ValueError(
                 f"eagle3: use_aux_hidden_state is false, and the target's hidden states have width "
@@ -79,6 +85,11 @@ class Eagle3ModelConfig:
                 "eagle3: norm_before_fc and fc_norm are both true, wanted one of them. Set the one "
                 "to false that the checkpoint has no weights for."
             )
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head, padding included."""
+        return self.padded_draft_vocab_size or self.draft_vocab_size
 
     @property
     def input_size(self) -> int:
@@ -121,7 +132,7 @@ class Head(nnx.Module):
         decoder = config.decoder
         D, eps = decoder.hidden_size, decoder.rms_norm_eps
         self.config = config
-        self.embed = nnx.Param(jnp.zeros((decoder.vocab_size, D), dtype))
+        self.embed = nnx.Param(jnp.zeros((decoder.vocab_rows, D), dtype))
         if config.num_fused:
             self.fc = nnx.Param(jnp.zeros((config.input_size, D), dtype))
             if config.norm_before_fc:
@@ -136,7 +147,7 @@ class Head(nnx.Module):
             layers[str(i)] = DecoderLayer(decoder, dtype)
         self.layers = nnx.Dict(layers)
         self.norm = RMSNorm(D, eps, dtype)
-        self.head = nnx.Param(jnp.zeros((config.draft_vocab_size, D), dtype))
+        self.head = nnx.Param(jnp.zeros((config.head_rows, D), dtype))
 
     def fuse(self, hidden: Float[AnyArray, "T Dh"]) -> Float[Array, "T D"]:
         """Makes one hidden state of the target's, once a step; what is fed back is not fused.
@@ -179,16 +190,18 @@ class Head(nnx.Module):
         decoder = self.config.decoder
         rope = rope_table(decoder.rope, decoder.head_dim, view.rope_positions)
         # A table that is the target's own may have another dtype than the head's layers.
-        embedded = embed(self.embed[...], token_ids, embeds).astype(hidden.dtype)
+        embedded = embed(self.embed[...], token_ids, embeds, vocab_size=decoder.vocab_size)
+        embedded = embedded.astype(hidden.dtype)
         x, cache = self.layers["0"](embedded, hidden, rope, view, cache)
         for i in range(1, decoder.num_layers):
             x, cache = self.layers[str(i)](x, rope, view, cache, i)
         out = self.norm(x)
         return out, out if self.config.norm_output else x, cache
 
-    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vd"]:
+    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vdp"]:
         """Scores every token of the draft vocabulary, in float32."""
-        return head_logits(out.astype(self.head[...].dtype), self.head[...])
+        head = self.head[...]
+        return head_logits(out.astype(head.dtype), head, num_ids=self.config.draft_vocab_size)
 
 
 def abstract_params(config: Eagle3ModelConfig, dtype: DTypeLike) -> Params:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import cache as kv
-from jspec.axes import AnyArray
+from jspec.axes import PAD_TOKEN, AnyArray
 from jspec.cache import KVCache
 from jspec.config import ModelConfig, RopeConfig
 from jspec.state import PagedView
@@ -77,15 +77,22 @@ def rows(x: Float[Array, "X D"], index: Int[AnyArray, "Y"]) -> Float[Array, "Y D
 
 
 def embed(
-    table: Float[Array, "V D"], token_ids: Int[AnyArray, "T"], embeds: Embeds | None = None
+    table: Float[Array, "Vp D"],
+    token_ids: Int[AnyArray, "T"],
+    embeds: Embeds | None = None,
+    *,
+    vocab_size: int,
 ) -> Float[Array, "T D"]:
     """Looks embeddings up; an id outside the vocabulary gives zeros.
 
     Args:
-      table: an embedding per token.
+      table: an embedding per token, then rows that pad it.
       token_ids: tokens.
       embeds: (values, mask): what stands in for the token's own embedding where mask is True.
+      vocab_size: tokens (V).
     """
+    if table.shape[0] > vocab_size:
+        token_ids = jnp.where(token_ids < vocab_size, token_ids, PAD_TOKEN)
     x = rows(table, token_ids)
     if embeds is None:
         return x
@@ -93,9 +100,23 @@ def embed(
     return jnp.where(jnp.asarray(mask)[:, None], jnp.asarray(values).astype(x.dtype), x)
 
 
-def head_logits(hidden: Float[Array, "R D"], head: Float[Array, "V D"]) -> Float[Array, "R V"]:
-    """Scores every token of a head, in float32."""
-    return jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)
+def head_logits(
+    hidden: Float[Array, "R D"], head: Float[Array, "Vp D"], *, num_ids: int
+) -> Float[Array, "R Vp"]:
+    """Scores every row of a head, in float32; those that pad it get -inf.
+
+    A mask, where a slice would move the scores of a sharded head between devices.
+
+    Args:
+      hidden: what the head reads.
+      head: a row per id, then rows that pad it.
+      num_ids: ids that the head scores: tokens, or those of a draft vocabulary.
+    """
+    logits = jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)
+    if head.shape[0] == num_ids:
+        return logits
+    is_id = jnp.arange(head.shape[0], dtype=jnp.int32) < num_ids
+    return jnp.where(is_id[None], logits, -jnp.inf)
 
 
 class RMSNorm(nnx.Module):

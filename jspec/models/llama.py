@@ -64,7 +64,7 @@ class Llama(nnx.Module):
     """Embedding, decoder layers, final norm and head."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
-        V, D = config.vocab_size, config.hidden_size
+        V, D = config.vocab_rows, config.hidden_size
         self.config = config
         self.embed = nnx.Param(jnp.zeros((V, D), dtype))
         self.layers = nnx.Dict(
@@ -83,7 +83,7 @@ class Llama(nnx.Module):
     ) -> tuple[dict[HiddenId, Float[Array, "T D"]], KVCache]:
         """Returns the residual stream after each layer, the final norm's output, and the cache."""
         config = self.config
-        x = embed(self.embed[...], token_ids, embeds)  # [T, D]
+        x = embed(self.embed[...], token_ids, embeds, vocab_size=config.vocab_size)  # [T, D]
         rope = rope_table(config.rope, config.head_dim, view.rope_positions)
         hidden: dict[HiddenId, Array] = {0: x}
         for i in range(config.num_layers):
@@ -92,10 +92,10 @@ class Llama(nnx.Module):
         hidden["norm"] = self.norm(x)
         return hidden, cache
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R Vp"]:
         """Scores every token after rows of the final norm's output, in float32."""
         head = self.embed if self.config.tie_embeddings else self.head
-        return head_logits(hidden, head[...])
+        return head_logits(hidden, head[...], num_ids=self.config.vocab_size)
 
 
 def init_pages(config: ModelConfig, cache: CacheConfig) -> KVCache:
@@ -195,5 +195,5 @@ def forward(
     model = build(config, params)
     hidden, cache = model(token_ids, view, cache)
     picked = [hidden[i] for i in hidden_layers]
-    logits = model.logits(rows(hidden["norm"], logit_rows))
+    logits = model.logits(rows(hidden["norm"], logit_rows))[:, : config.vocab_size]
     return logits, jnp.concatenate(picked, axis=-1) if picked else None, cache

@@ -74,7 +74,7 @@ def reasons(checkpoint: Checkpoint, model: HeadsConfig) -> list[str]:
         )
     if model.bias and not any(name.endswith(".bias") for name in shapes):
         told.append("medusa_fc_bias is True in config.json, and no block has a bias.")
-    rows = [model.num_rows, model.hidden_size]
+    rows = [model.head_rows, model.hidden_size]
     wrong = [n for n in shapes if medusa.is_head(n, model.num_layers) and shapes[n] != rows]
     if wrong:
         told.append(

@@ -24,7 +24,7 @@ from jspec.models.layers import Place, Rules
 from jspec.models.medusa import TOKEN_MAP, HeadsConfig
 from jspec.options import warn
 from jspec.proposers import _draft, _medusa_files
-from jspec.proposers._draft import DraftingConfig
+from jspec.proposers._draft import DraftingConfig, Vocabulary
 from jspec.proposers.base import Drafter, Proposer, Reads
 from jspec.state import Batch, Drafts, Params, pytree, static
 from jspec.tree import Tree
@@ -77,10 +77,10 @@ class MedusaConfig(DraftingConfig):
                 f"MedusaConfig: `tree` has {tree.depth} levels, and there are {heads} heads, one a "
                 "level. Leave the deeper nodes out."
             )
-        if tree.width > self.model.num_rows:
+        if tree.width > self.model.num_ids:
             raise ValueError(
                 f"MedusaConfig: `tree` asks for the {tree.width} best tokens of a head that has "
-                f"{self.model.num_rows}. Lower the ranks in the tree."
+                f"{self.model.num_ids}. Lower the ranks in the tree."
             )
         if self.draft_sampling != "greedy":
             raise ValueError(
@@ -129,6 +129,7 @@ def propose(
     # A draft is kept where its path still fits: a prefix, as the deeper ones come later.
     room = memory.max_model_len - 1 - _draft.next_position(batch)  # [B]
     kept = (depths[None] <= room[:, None]) & _draft.is_live(batch)[:, None]  # [B, K]
+    kept = jnp.cumprod(kept & (tokens != PAD_TOKEN), axis=1, dtype=jnp.int32) > 0
     parents = None if config.tree is None else config.tree.parents[None, :columns]  # [1, K]
     memory = Memory(num_steps=memory.num_steps + 1, max_model_len=memory.max_model_len)
     return memory, Drafts(
@@ -144,7 +145,7 @@ def _one_each(
 ) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, Int[np.ndarray, "K"]]:
     """Picks a token of each head; returns tokens, their distributions and how deep they lie."""
     V, num_requests = config.vocab_size, hidden.shape[0]
-    vocabulary = _draft.Vocabulary(V, params.get("target_ids"))
+    vocabulary = Vocabulary(V, params.get("target_ids"))
     heads = medusa.build(config.model, params)
     picked = [
         _draft.pick(vocabulary, config, heads.logits(hidden, i), batch, i) for i in range(columns)
@@ -165,12 +166,13 @@ def _nodes(
     del batch
     assert config.tree is not None
     depths, ranks = config.tree.depths[:columns], config.tree.ranks[:columns]
-    heads, target_ids = medusa.build(config.model, params), params.get("target_ids")
+    heads = medusa.build(config.model, params)
+    vocabulary = Vocabulary(config.vocab_size, params.get("target_ids"))
     tokens = [jnp.zeros((hidden.shape[0], 0), jnp.int32)]
     for i in range(int(depths.max(initial=0))):
         wanted = ranks[depths == i + 1]
         _, best = jax.lax.top_k(heads.logits(hidden, i), int(wanted.max()) + 1)
-        best = best if target_ids is None else _draft.take(target_ids, best)
+        best = _draft.to_tokens(vocabulary, best)
         tokens.append(_draft.take(best.T, jnp.asarray(wanted)).T)  # [R, B] -> [B, nodes]
     return jnp.concatenate(tokens, axis=1), None, depths
 
