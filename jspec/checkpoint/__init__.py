@@ -20,9 +20,6 @@ __all__ = [
     "as_model",
     "assemble",
     "check_layers",
-    "decoder_reasons",
-    "explained",
-    "model_config",
     "read",
     "read_folder",
 ]

@@ -17,7 +17,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
-from jspec.checkpoint import Checkpoint, Model, assemble, check_layers, explained
+from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint.agreement import explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig, ModelConfig
 from jspec.models import eagle3, llama
@@ -311,8 +312,8 @@ def _check_fits(config: Eagle3Config, target: Model, apart: Mapping[str, np.ndar
         raise ValueError(
             f"eagle3: mask_hidden has shape {list(apart['mask_hidden'].shape)}, wanted "
             f"{model.input_size} numbers, as wide as what the head reads of the target "
-            f"(eagle_aux_hidden_state_layer_ids: {config.hidden_layers}). Take weights and "
-            "config.json from the same head."
+            f"({config.hidden_layers}, by use_aux_hidden_state and "
+            "eagle_aux_hidden_state_layer_ids). Take weights and config.json from the same head."
         )
 
 
