@@ -214,6 +214,12 @@ def _parameters(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Returns the key of the object that holds a rope's parameters, and the object."""
     old, new = section(config, "rope_scaling"), section(config, "rope_parameters")
     if not old:
+        scales = (new.get("rope_type") or new.get("type")) not in (None, "default", "mrope")
+        if scales and "rope_scaling" in config:
+            warn(
+                f"config.json says rope_scaling {config['rope_scaling']!r} and rope_parameters "
+                f"{dict(new)}. rope_parameters is used, as in transformers 5. Remove the other."
+            )
         return "rope_parameters", new
     theta = {"rope_theta": config.get("rope_theta")}
     sides = [theta | {key: x for key, x in side.items() if x is not None} for side in (old, new)]

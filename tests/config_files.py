@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from typing import Any
 
 from safetensors.numpy import load_file, save_file
 
@@ -10,7 +11,7 @@ from tests.conftest import GOLDEN
 MODELS = GOLDEN / "models"
 
 
-def warned_once(call, *args, **kwargs):
+def warned_once(call, *args, **kwargs) -> tuple[Any, str]:
     """Returns what a call gave, and the text of its only warning."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

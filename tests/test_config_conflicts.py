@@ -51,6 +51,11 @@ FULL, SLIDES = "full_attention", "sliding_attention"
             ["rope_scaling {'type': 'linear', 'factor': 2.0}", "'factor': 3.0", "transformers"],
         ),
         (
+            {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 3.0}},
+            {"rope_scaling": {"type": "linear", "factor": 3.0}},
+            ["rope_scaling None", "rope_parameters {'rope_type': 'linear'", "transformers 5"],
+        ),
+        (
             {"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}},
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             ["rope_scaling.rope_type 'linear'", "low_freq_factor"],

@@ -125,6 +125,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.find("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": file.find("tokenizer.ggml.eos_token_id", int),
     }
+    if "blk.0.ffn_gate.bias" in file.tensors:
+        config["mlp_bias"] = True
     if arch != "qwen2":  # whose q, k and v always have a bias, without an option
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if rotary_dim != head_dim:

@@ -4,9 +4,10 @@ import argparse
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}. {hint}".strip())
     _keep_compiled(cache_folder() / "compiled")
     try:
-        code = arguments.run(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = arguments.run(arguments)
         sys.stdout.flush()  # a pipe that was closed shows here, not when Python exits
         return code
     except KeyboardInterrupt:
@@ -70,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = error.args[0] if isinstance(error, KeyError) else error
         print(f"jspec: {' '.join(str(message).split())}", file=sys.stderr)
         return 1
+
+
+def _show_warning(message: Warning | str, *where: Any) -> None:
+    print(f"jspec: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _keep_compiled(folder: Path) -> None:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jspec import checkpoint, proposers
 from jspec.cache import KVCache
 from jspec.checkpoint import Model, orbax
+from jspec.checkpoint.agreement import model_config
 from jspec.cli import drafters, models
 from jspec.config import CacheConfig, ModelConfig
 from jspec.models import llama
@@ -145,7 +146,7 @@ def _look(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, P
         if proposer.recognises(opened.config, opened.names)
     ]
     if {"model.embed_tokens.weight", "model.norm.weight"} <= set(opened.names):
-        config = checkpoint.model_config(opened)
+        config = model_config(opened)
         checkpoint.check_layers(str(path), config.num_layers, opened.names)
         return _target(config, methods), config, llama.abstract_params(config, dtype)
     if not methods:
@@ -174,7 +175,7 @@ def _tables(path: Path, dtype: DTypeLike) -> Model:
             raise ValueError(f"--target {path} holds a drafter. Pass the model that it drafts for.")
         return saved
     opened = checkpoint.read(path)
-    config = checkpoint.model_config(opened)
+    config = model_config(opened)
     checkpoint.check_layers(str(path), config.num_layers, opened.names)
     params = llama.abstract_params(config, dtype)
     wanted = {"model.embed_tokens.weight": "embed"}

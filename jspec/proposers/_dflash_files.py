@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.checkpoint import Checkpoint, Model, assemble, decoder_reasons, explained
+from jspec.checkpoint import Checkpoint, Model, assemble
+from jspec.checkpoint.agreement import decoder_reasons, explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.checkpoint.target_ids import read_d2t
 from jspec.config import ModelConfig, check_at_least

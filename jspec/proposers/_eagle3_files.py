@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jspec.checkpoint import Checkpoint, decoder_reasons
-from jspec.checkpoint.agreement import by_tensors
+from jspec.checkpoint import Checkpoint
+from jspec.checkpoint.agreement import by_tensors, decoder_reasons
 from jspec.config import ModelConfig
 from jspec.models.eagle3 import Eagle3ModelConfig
 from jspec.models.llama import HiddenId
@@ -126,8 +126,9 @@ def reasons(config: Eagle3ModelConfig, checkpoint: Checkpoint) -> list[str]:
     told = decoder_reasons(hf, config.decoder, checkpoint)
     shapes = {name: list(tensor.shape) for name, tensor in checkpoint.tensors()}
     D = config.decoder.hidden_size
+    fused = _LAYER_IDS if config.num_fused else "use_aux_hidden_state"
     for key, name, shape in (
-        (_LAYER_IDS, "fc.weight", [D, config.input_size]),
+        (fused, "fc.weight", [D, config.input_size] if config.num_fused else []),
         ("draft_vocab_size", "lm_head.weight", [config.draft_vocab_size, D]),
     ):
         if shapes.get(name, shape) != shape:

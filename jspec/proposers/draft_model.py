@@ -14,7 +14,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
-from jspec.checkpoint import Checkpoint, Model, as_model, model_config
+from jspec.checkpoint import Checkpoint, Model, as_model
+from jspec.checkpoint.agreement import model_config
 from jspec.config import CacheConfig, ModelConfig, check_at_least
 from jspec.models import llama
 from jspec.proposers import _draft

@@ -14,15 +14,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
-from jspec.checkpoint import (
-    Checkpoint,
-    Model,
-    assemble,
-    check_layers,
-    decoder_reasons,
-    explained,
-)
-from jspec.checkpoint.agreement import by_tensors
+from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint.agreement import by_tensors, decoder_reasons, explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig
 from jspec.models import eagle, llama

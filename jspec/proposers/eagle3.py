@@ -17,7 +17,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
-from jspec.checkpoint import Checkpoint, Model, assemble, check_layers, explained
+from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint.agreement import explained
 from jspec.checkpoint.assemble import is_float
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.checkpoint.target_ids import read_d2t
@@ -321,8 +322,8 @@ def _check_fits(config: Eagle3Config, target: Model, apart: Mapping[str, np.ndar
     if mask.size != model.input_size or not is_float(mask):
         raise ValueError(
             f"eagle3: mask_hidden is {mask.dtype} {list(mask.shape)}, wanted {model.input_size} "
-            "floats, as wide as what the head reads of the target "
-            f"(eagle_aux_hidden_state_layer_ids: {config.hidden_layers}). Take weights and "
+            f"floats, as wide as what the head reads of the target ({config.hidden_layers}, by "
+            "use_aux_hidden_state and eagle_aux_hidden_state_layer_ids). Take weights and "
             "config.json from the same head."
         )
 

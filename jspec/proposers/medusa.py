@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.axes import PAD_TOKEN
-from jspec.checkpoint import Checkpoint, Model, assemble, explained
+from jspec.checkpoint import Checkpoint, Model, assemble
+from jspec.checkpoint.agreement import explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.checkpoint.target_ids import read_token_map
 from jspec.config import CacheConfig, check_at_least

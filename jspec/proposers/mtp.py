@@ -14,14 +14,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
-from jspec.checkpoint import (
-    Checkpoint,
-    Model,
-    assemble,
-    check_layers,
-    decoder_reasons,
-    explained,
-)
+from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint.agreement import decoder_reasons, explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig, ModelConfig, check_at_least
 from jspec.models import llama, mtp
