@@ -134,24 +134,26 @@ def check_batch(owner: str, config: Any, batch: Batch) -> Batch:
     return what_is_read(owner, config, batch)
 
 
-def check_slots(owner: str, state: State, scheduled: Scheduled) -> None:
+def check_slots(owner: str, state: State, scheduled: Scheduled, *, has_rows: bool) -> None:
     """Raises ValueError, naming the request, unless each has a memory row of its own.
 
     Looks at numpy arrays alone: values on a device are not waited for.
 
     Args:
       owner: the function that was called, for messages.
-      state: whose memory it is. Drafters without rows do not ask who was admitted.
+      state: whose memory it is.
       scheduled: the step.
+      has_rows: the drafter keeps a row for each request; others do not ask who was admitted.
     """
     slots = scheduled.request_slot
     if not isinstance(slots, np.ndarray):
         return
-    proposer = proposers.of(state.config)
-    known = range(state.max_requests) if proposer.admit is None else state.occupied
     given = [slot for slot in slots.tolist() if slot >= 0]
-    if len(set(given)) == len(given) and all(slot in known for slot in given):
-        return
+    if len(set(given)) == len(given):
+        if state.occupied.issuperset(given):
+            return
+        if not has_rows and max(given) < state.max_requests:
+            return
     if not isinstance(scheduled.query_start, np.ndarray):
         return  # some of them may be padding
     seen: dict[int, int] = {}
@@ -162,10 +164,11 @@ def check_slots(owner: str, state: State, scheduled: Scheduled) -> None:
                 f"{owner}: `request_slot` of request {b} is {slot}, wanted 0 to "
                 f"{state.max_requests - 1} (max_requests of jspec.init), or -1 for padding."
             )
-        if slot not in known:
+        if has_rows and slot not in state.occupied:
             raise ValueError(
                 f"{owner}: `request_slot` of request {b} is {slot}, which no request holds; taken "
-                f"now: {sorted(known) or 'none'}. Call jspec.admit(state, {slot}, prompt) first."
+                f"now: {sorted(state.occupied) or 'none'}. Call jspec.admit(state, {slot}, prompt) "
+                "first."
             )
         if slot in seen:
             raise ValueError(

@@ -192,10 +192,11 @@ def propose(state: State, batch: Batch, *, num_drafts: int | None = None) -> tup
     is_traced = check_alive(state, "propose")
     num_drafts = check_num_drafts("propose", state.config, num_drafts)
     batch = check_batch("propose", state.config, batch)
-    is_on_host = proposers.of(state.config).kind == "host"
+    proposer = proposers.of(state.config)
+    is_on_host = proposer.kind == "host"
     batch = to_host(batch, state.config) if is_on_host else batch
     metadata.check_counts("propose", batch)
-    check_slots("propose", state, batch)
+    check_slots("propose", state, batch, has_rows=proposer.admit is not None)
     if is_on_host:
         return _propose_on_host(state, batch, num_drafts)
     batch = commit(batch, device_of(state.memory))
@@ -226,11 +227,12 @@ def step(
     metadata.check_verified(verified, scheduled)
     num_drafts = check_num_drafts("step", state.config, num_drafts)
     scheduled = what_is_read("step", state.config, scheduled)
-    is_on_host = proposers.of(state.config).kind == "host"
+    proposer = proposers.of(state.config)
+    is_on_host = proposer.kind == "host"
     if is_on_host:
         scheduled, verified = to_host((scheduled, verified), state.config)
     metadata.check_counts("step", scheduled)
-    check_slots("step", state, scheduled)
+    check_slots("step", state, scheduled, has_rows=proposer.admit is not None)
     if is_on_host:
         batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
         return _propose_on_host(state, batch, num_drafts)

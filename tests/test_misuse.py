@@ -106,6 +106,18 @@ def test_arrays_on_the_host_that_contradict_each_other_are_refused_by_name(name)
     assert_same(contract.drafts_of(state), contract.drafts_of(fresh(name)))
 
 
+@pytest.mark.parametrize("field, value", [("seq_lens", 0), ("num_drafts", 1), ("num_drafts", -1)])
+def test_the_last_of_many_requests_is_looked_at_like_the_first(field, value):
+    rows = [dataclasses.replace(ROWS[2], slot=slot) for slot in range(64)]
+    sizes = {"num_requests": 65, "num_rows": 80, "width": 4, "pages_per_request": 1}
+    scheduled, verified = contract.make_step(rows, **sizes, poison=True)
+    assert jspec.prepare(scheduled, verified).num_valid.tolist() == [1] * 64 + [0]
+    values = np.array(getattr(scheduled, field))
+    values[63] = value
+    with pytest.raises(ValueError, match=f"`{field}` of request 63 is {value}, wanted"):
+        jspec.prepare(dataclasses.replace(scheduled, **{field: values}), verified)
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if n in contract.DEVICE])
 @pytest.mark.parametrize("slot", [99, 5, 2**31 - 1])
 def test_a_slot_on_the_device_that_is_none_leaves_the_others_alone(name, slot):

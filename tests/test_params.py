@@ -10,7 +10,7 @@ import pytest
 import jspec
 from jspec import proposers
 from tests.counting import backend_compiles
-from tests.padded_tables import padded_params
+from tests.padded_tables import padded_config, padded_params
 from tests.steps import Row, make_step
 
 pytestmark = pytest.mark.any_device
@@ -114,6 +114,23 @@ def test_a_table_of_token_ids_that_leads_out_of_the_vocabulary_is_refused(name):
     refused([-1, *ids[1:]], "`params/target_ids` has -1 at 0")
     refused([*ids[:1], ids[0], *ids[2:]], f"has {ids[0]} after {ids[0]} at 1, wanted ascending")
     refused(ids[::-1], "wanted ascending token ids")
+
+
+def test_restore_checks_the_table_and_keeps_what_the_config_says_of_padding(tmp_path):
+    config, params = with_a_table("medusa")
+    config, params = padded_config(config), padded_params(params)
+    jspec.save(tmp_path / "padded", jspec.Drafter(config, params))
+    assert jspec.restore(tmp_path / "padded").config == config
+    outside = {**params, "target_ids": params["target_ids"].at[3].set(config.vocab_size)}
+    jspec.save(tmp_path / "outside", jspec.Drafter(config, outside))
+    with pytest.raises(ValueError, match=r"outside: `params/target_ids` has 64 at 3, wanted"):
+        jspec.restore(tmp_path / "outside")
+    ints = {**params, "target_ids": params["target_ids"].astype(jnp.float32)}
+    jspec.save(tmp_path / "ints", jspec.Drafter(config, ints))
+    with pytest.raises(
+        TypeError, match="ints: `params/target_ids` has dtype float32, wanted int32"
+    ):
+        jspec.restore(tmp_path / "ints")
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "probabilistic"])

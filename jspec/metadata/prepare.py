@@ -189,38 +189,35 @@ def check_counts(owner: str, scheduled: Scheduled) -> None:
       scheduled: a step that `check_scheduled` passed.
     """
     start, seq_lens, count = scheduled.query_start, scheduled.seq_lens, scheduled.num_drafts
-    if not (isinstance(start, np.ndarray) and isinstance(seq_lens, np.ndarray)):
+    if not type(start) is type(seq_lens) is type(count) is np.ndarray:
         return
-    if not isinstance(count, np.ndarray):
-        return
-    num_rows = scheduled.token_ids.shape[0]
-    length = start[1:] - start[:-1]
-    signs = length | (seq_lens - length) | count | (length - count - (length > 0))
-    in_rows = start.item(0) == 0 and start.item(-1) <= num_rows
-    if in_rows and np.bitwise_or.reduce(signs) >= 0:
-        return
-    if not in_rows or length.min() < 0:
+    starts, num_rows = start.tolist(), scheduled.token_ids.shape[0]
+    if starts[0] != 0 or starts[-1] > num_rows or starts != sorted(starts):
         raise ValueError(
             f"{owner}: `query_start` is {start}, wanted 0 first, then the end of each request's "
             f"rows, ascending up to {num_rows} rows at most. A padded request repeats the last "
             "value."
         )
-    live = length > 0
-    if isinstance(scheduled.request_slot, np.ndarray):
-        live &= scheduled.request_slot >= 0
-    too_short = live & (seq_lens < length)
-    if too_short.any():
-        b = int(np.argmax(too_short))
+    if len(starts) > _MANY_REQUESTS:  # where one look at all is faster than one at each
+        rows = start[1:] - start[:-1]
+        signs = (seq_lens - rows) | count | (rows - count - (rows > 0))
+        if np.bitwise_or.reduce(signs) >= 0:
+            return
+    slots = scheduled.request_slot
+    for b, (total, drafts) in enumerate(zip(seq_lens.tolist(), count.tolist(), strict=True)):
+        rows = starts[b + 1] - starts[b]
+        if rows <= total and 0 <= drafts < rows:
+            continue
+        if rows == 0 or (isinstance(slots, np.ndarray) and slots[b] < 0):
+            continue  # a padded request, whatever it holds
+        if rows > total:
+            raise ValueError(
+                f"{owner}: `seq_lens` of request {b} is {total}, wanted at least its {rows} rows "
+                "in this step: it counts the tokens of the request with them."
+            )
         raise ValueError(
-            f"{owner}: `seq_lens` of request {b} is {seq_lens[b]}, wanted at least its "
-            f"{length[b]} rows in this step: it counts the tokens of the request with them."
-        )
-    wrong = live & ((count < 0) | (count >= length))
-    if wrong.any():
-        b = int(np.argmax(wrong))
-        raise ValueError(
-            f"{owner}: `num_drafts` of request {b} is {count[b]}, wanted 0 to {length[b] - 1}: the "
-            f"drafts among its {length[b]} rows come after one token or more that was known."
+            f"{owner}: `num_drafts` of request {b} is {drafts}, wanted 0 to {rows - 1}: the drafts "
+            f"among its {rows} rows come after one token or more that was known."
         )
 
 
@@ -287,6 +284,7 @@ def check_prompt(
     return array.astype(np.int32)
 
 
+_MANY_REQUESTS = 32
 _checked: set[Any] = set()  # signatures that passed: a serving loop repeats a few of them
 
 
