@@ -10,7 +10,7 @@ import numpy as np
 
 from jspec.checkpoint import Checkpoint, Model, check_layers
 from jspec.models import medusa
-from jspec.models.medusa import TOKEN_MAP, HeadsConfig
+from jspec.models.medusa import HeadsConfig
 from jspec.options import check_above_0, flag, size, warn
 from jspec.tree import Tree
 
@@ -47,11 +47,6 @@ def heads_config(
         raise ValueError(
             f"medusa: truncated_vocab_size is {truncated}, above the target's vocab_size = "
             f"{wanted.vocab_size}. Take config.json and weights from the same heads."
-        )
-    if TOKEN_MAP in tensors and config.get("truncated_vocab_size") is None:
-        raise ValueError(
-            f"medusa: the checkpoint has {TOKEN_MAP!r} of {len(tensors[TOKEN_MAP])} tokens, and "
-            "config.json no truncated_vocab_size. Add that number to config.json."
         )
     logit_scale = config.get("logit_scale")
     logit_scale = 1.0 if logit_scale is None else logit_scale
