@@ -123,12 +123,6 @@ def test_a_setting_that_a_drafters_tensors_contradict_is_warned_of(
         ("dflash_qwen3", "target_qwen3", {"draft_vocab_size": 90}, "draft_vocab_size"),
         ("medusa_llama", "target_llama", {"medusa_num_layers": 2}, "2 residual .* are of 1"),
         ("medusa_llama", "target_llama", {"medusa_num_heads": 9}, "medusa_num_heads is 9.*4 heads"),
-        (
-            "medusa_llama_vllm_trunc",
-            "target_llama",
-            {"drop": ["truncated_vocab_size"]},
-            "'token_map' of 80 tokens.*no truncated_vocab_size",
-        ),
         ("draft_llama_small", "target_llama", {"intermediate_size": 9}, "intermediate_size is 9"),
     ],
 )
