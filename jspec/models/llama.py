@@ -165,7 +165,7 @@ def forward(
       params: as `init_params` or `jspec.load` make them.
       token_ids: the rows' tokens; an id outside the vocabulary (PAD) embeds as zeros.
       view: where the rows lie in the cache. Its `slots` are written, then attended to.
-      cache: earlier keys and values of the requests.
+      cache: earlier keys and values of the requests; `init_pages` makes an empty one.
       logit_rows: rows whose logits are wanted; PAD gives logits of 0.
       hidden_layers: hidden states wanted, side by side in this order: n = residual stream after
         n layers (0 = the embedding), "norm" = after the final norm.
@@ -189,8 +189,7 @@ def forward(
     if (cache.k.shape[0], *cache.k.shape[3:]) != wanted:
         raise ValueError(
             f"forward: `cache` has shape {cache.k.shape} (L, P, S, n, d), wanted L, n, d = "
-            f"{wanted}. Make it with init_cache(..., num_layers=config.num_layers, "
-            "num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)."
+            f"{wanted}. Make it with jspec.models.llama.init_pages(config, ...)."
         )
     model = build(config, params)
     hidden, cache = model(token_ids, view, cache)
