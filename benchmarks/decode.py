@@ -114,7 +114,10 @@ def against_plain(model: Model, prompts, rounds: int, sizes: dict[str, Any]) -> 
     numbers = {name: compare(turns, name, "plain") for name in CONTENDERS}
     for name in CONTENDERS:
         row = measure.summary(name, LOOKUP["num_drafts"], last[name], last["plain"])
-        for key in ("mean_acceptance_length", "acceptance_per_position", "identical_to_plain"):
+        for key in (
+            *("tokens_per_step", "mean_acceptance_length", "acceptance_per_position"),
+            "identical_to_plain",
+        ):
             numbers[name][key] = row[key]
     return numbers
 

@@ -70,12 +70,12 @@ class Policy(Protocol):
     def observe(
         self, slot: int, kept: Sequence[int], drafts: Sequence[int], parents: Sequence[int] | None
     ) -> None:
-        """Takes over what a step gave a request.
+        """Takes the result of a step for a request.
 
         Args:
           slot: the request's.
-          kept: its new tokens.
-          drafts: guesses at the tokens after them.
+          kept: the tokens that it got; none after a stop token.
+          drafts: drafts of the tokens after them.
           parents: where these form a tree: which of them each one follows.
         """
 
@@ -254,7 +254,10 @@ class ByEarnings:
     def observe(
         self, slot: int, kept: Sequence[int], drafts: Sequence[int], parents: Sequence[int] | None
     ) -> None:
-        """Tells the guesses that were made before from those that came true."""
+        """Compares earlier drafts with the new tokens and counts which were right.
+
+        Like every counter, this sees only tokens that the request got.
+        """
         for token in kept:
             alive = []
             for guess in self._guesses[slot]:

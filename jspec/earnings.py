@@ -1,4 +1,4 @@
-"""What drafts earn and what passes cost, from what was seen of them."""
+"""Online estimates of draft acceptance and of step latency."""
 
 import statistics
 from collections import deque
@@ -9,22 +9,22 @@ from itertools import accumulate
 from jspec.axes import PAD_TOKEN
 
 _PRIOR_OUTCOMES = 1.0
-"""How many outcomes of its own weigh as much as what was known before."""
+"""Weight of the prior acceptance rate, in outcomes."""
 _WINDOW = 30
-"""Steps that count for what passes take now."""
+"""Newest steps that the latency estimate is made from."""
 _ENOUGH = 3
-"""Measurements of which one that went wrong does not matter."""
+"""Fewest measurements whose median one outlier does not change much."""
 
 
 @dataclass
 class Guess:
-    """A draft whose tokens are compared with those that come, whether it was verified or not.
+    """A draft that is compared with the request's next tokens, whether it was verified or not.
 
     Attributes:
       tokens: the draft.
       parents: which token each one follows, PAD = the root; None = the one before.
-      at: the newest token that came true.
-      depth: how many did.
+      at: the deepest token that was right so far.
+      depth: how many were.
     """
 
     tokens: Sequence[int]
@@ -33,7 +33,7 @@ class Guess:
     depth: int = 0
 
     def follow(self, token: int) -> bool | None:
-        """Tells whether the next token was guessed; None where there was no guess at it."""
+        """Returns whether the next token was drafted; None where the draft has ended before it."""
         if self.parents is None:
             children = list(range(self.at + 1, len(self.tokens))[:1])
         else:
@@ -49,11 +49,11 @@ class Guess:
 
 @dataclass
 class Acceptance:
-    """Estimates the chance of the draft at each position, once those before it were right.
+    """Estimates the acceptance rate of each draft position, given that those before it were right.
 
     Attributes:
-      prior: the chances before anything was seen.
-      memory: outcomes of a position that count; older ones fade.
+      prior: rates before the first outcome.
+      memory: outcomes of a position that count; older ones decay.
     """
 
     prior: Sequence[float]
@@ -79,9 +79,9 @@ class Acceptance:
 
 
 class Meter:
-    """Follows what passes take: as measured at first, times what later passes took relative to it.
+    """Estimates latencies: as measured at first, times the ratio that later steps had to that.
 
-    A shape that has not run of late is taken to have become slower or faster as the others did.
+    A shape that has not run recently gets the median ratio of the others.
 
     Args:
       passes: by number of rows: measurements, whose median counts.
@@ -106,7 +106,7 @@ class Meter:
         return self._drafts[num_drafts] * self._drift
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Takes over what a step took."""
+        """Adds the latency of a step."""
         expected = self._passes[num_rows] + self._drafts[num_drafts]
         self._latest.append((num_rows, seconds / expected))
         if len(self._latest) < _ENOUGH:

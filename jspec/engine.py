@@ -28,16 +28,17 @@ from jspec.state import Drafts, Params, Scheduled, State, Verified
 from jspec.target import DraftProbs, Ran, Verification, target_step, widen
 
 _MEASUREMENTS = 5
-"""Of each shape, before the first step of a loop that wants to know what they take."""
+"""Of each shape, before the first step of a loop whose policy needs the latencies."""
 
 
 @dataclass
 class Report:
-    """What a run produced and what it took.
+    """Continuations, counts and times of a run.
 
     Attributes:
       generations: one per prompt, in their order.
-      stats: drafts, drafted and accepted tokens, accepted by position.
+      stats: drafts, drafted and accepted tokens, accepted by position; nothing after the token that
+        ended a request.
       num_steps: passes of the target.
       seconds: wall clock from the first pass to the last token.
       prompt_seconds: part of `seconds` in passes that read a chunk of some prompt.
@@ -57,6 +58,14 @@ class Report:
     def num_tokens(self) -> int:
         """Counts the generated tokens."""
         return sum(len(generation.tokens) for generation in self.generations)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Divides the tokens of all requests by all passes of the target; 0.0 without a pass.
+
+        Unlike `stats.mean_acceptance_length` this has the passes without drafts, too.
+        """
+        return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -156,7 +165,7 @@ class Engine:
             self._measure()
 
     def _measure(self) -> None:
-        """Times passes without a request in them, in turns, so that noise meets all alike."""
+        """Times passes over empty batches, the shapes in turns: noise is spread over all."""
         scheduler = self.scheduler
         levels, shapes = scheduler.policy.levels, scheduler.shapes[:-1]
         passes, drafts = defaultdict(list), defaultdict(list)
@@ -219,7 +228,7 @@ class Engine:
         return True
 
     def _run(self, scheduled: Scheduled, width: int) -> tuple[Verified, Drafts]:
-        """Runs the target, then the drafter; brings both results to the host."""
+        """Runs the target, then the drafter; fetches both results to the host."""
         on_device = self._put(scheduled)
         verified, ran = self._run_target(on_device, width)
         if self.on_host:
@@ -233,7 +242,7 @@ class Engine:
         return jax.device_get((verified, drafts))  # the one read of a step
 
     def _put(self, scheduled: Scheduled) -> Scheduled:
-        """Brings a step to the device, with what its requests are sampled by."""
+        """Puts a step on the device, with the sampling parameters of its requests."""
         if self.sampling is not None:
             slots = scheduled.request_slot[scheduled.request_slot != PAD_SLOT]
             running = self.scheduler.running

@@ -1,4 +1,4 @@
-"""What a run of the loop amounts to: the numbers that the command line and benchmarks print."""
+"""Timed runs of the decode loop, and their figures for the command line and benchmarks."""
 
 import statistics
 import time
@@ -19,11 +19,11 @@ from jspec.target import Ran
 
 
 class Halves(NamedTuple):
-    """What a step without prompts takes, on average; None where there was none.
+    """Mean times of a step that reads no prompt; None without such a step.
 
     Attributes:
-      draft_ms: its drafting, from the call until the drafts are there.
-      verify_ms: its pass of the target, verification included.
+      draft_ms: drafting, from the call until the drafts are there.
+      verify_ms: the pass of the target, verification included.
     """
 
     draft_ms: float | None
@@ -36,7 +36,7 @@ def identical(report: Report, plain: Report) -> bool:
 
 
 def summary(method: str, num_drafts: int, report: Report, plain: Report | None = None) -> dict:
-    """Sums a run up as plain numbers, ready for JSON.
+    """Lists the figures of a run, ready for JSON.
 
     Args:
       method: the drafter's name, "none" for plain decoding.
@@ -45,23 +45,23 @@ def summary(method: str, num_drafts: int, report: Report, plain: Report | None =
       plain: plain decoding of the same prompts, where it was run.
 
     Returns:
-      Counts, rates and speeds. Acceptance length counts the target's own token, so plain
-      decoding has 1.0; a rate without a draft is 0.0; what was not measured is None.
+      Counts, rates and speeds. `mean_acceptance_length` is of passes with drafts alone, and 1.0
+      without one, as each pass gives the target's own token; `tokens_per_step` is of all passes. A
+      rate without a draft is 0.0; what was not measured is None.
     """
     stats = report.stats
-    drafts, drafted = stats.num_drafts, stats.num_draft_tokens
-    by_position = stats.num_accepted_tokens_per_pos if num_drafts else []
     result: dict[str, Any] = {
         "method": method,
         "num_drafts": num_drafts,
         "prompts": len(report.generations),
         "tokens": report.num_tokens,
         "steps": report.num_steps,
-        "draft_tokens": drafted,
+        "draft_tokens": stats.num_draft_tokens,
         "accepted_tokens": stats.num_accepted_tokens,
-        "acceptance_rate": stats.num_accepted_tokens / drafted if drafted else 0.0,
-        "mean_acceptance_length": 1 + stats.num_accepted_tokens / drafts if drafts else 1.0,
-        "acceptance_per_position": [count / drafts if drafts else 0.0 for count in by_position],
+        "acceptance_rate": stats.acceptance_rate,
+        "tokens_per_step": report.tokens_per_step,
+        "mean_acceptance_length": stats.mean_acceptance_length or 1.0,
+        "acceptance_per_position": stats.acceptance_rate_per_pos if num_drafts else [],
         "tokens_per_second": report.tokens_per_second,
         "plain_tokens_per_second": None,
         "speedup": None,
@@ -115,12 +115,12 @@ def run(
 
 
 def _of_first(option: Any) -> Any:
-    """Returns an option of all prompts as one prompt takes it: sampling has shapes of its own."""
+    """Returns the first prompt's value of an option; sampling compiles for its shape."""
     return option if option is None or np.ndim(option) == 0 else option[:1]
 
 
 _NEVER = NgramConfig(num_drafts=1), BatchSizeSchedule([(1, 1, 0)])
-"""Plain decoding of several prompts together: a drafter that is never asked for a draft."""
+"""Plain decoding of a batch: a drafter whose number of drafts is always 0."""
 
 
 def halves(
@@ -130,7 +130,7 @@ def halves(
     params: Params = None,
     **options: Any,
 ) -> Halves:
-    """Times the two halves of a step apart, in a run of their own: each is waited for.
+    """Times drafting and verification apart, in a run of their own that waits after each.
 
     Args, options: as `run`.
     """
@@ -146,7 +146,7 @@ def halves(
 
 
 class _Timed(Engine):
-    """A loop that waits for each half of a step, and notes what it took where no prompt is read."""
+    """A loop that waits after each half of a step, and lists their seconds."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

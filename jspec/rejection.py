@@ -1,8 +1,10 @@
-"""Verification that keeps the target's distribution at any temperature, by token or by block.
+"""Rejection sampling of drafts, token by token or by block.
 
-A draft is kept by chance, so that what comes out is distributed as if the target had sampled alone.
-`rejection`, `block` and `synthetic` take their random numbers as arguments; `sampled` makes them
-from the seed and the position of each request. Sources: arXiv 2211.17192 and 2403.10444.
+A draft is kept with a probability that leaves the output distributed as the target's own samples.
+`rejection`, `block` and `synthetic` take their random numbers as arguments; `sampled` draws them
+from the seed and the position of each request. A uniform number u lies in (0, 1], and a draft is
+kept if u is at most its probability and that is above 0: probability 0 is never kept, 1 always,
+even if a caller's numbers include 0. Sources: arXiv 2211.17192 and 2403.10444.
 """
 
 import functools
@@ -19,7 +21,7 @@ from jspec.axes import PAD_TOKEN, AnyArray
 from jspec.state import Verified
 
 TARGET_STREAM = 0
-"""Random numbers of the target's tokens: those that plain sampling draws with."""
+"""Random numbers of the target's tokens: the same as in plain sampling."""
 
 _TEST_STREAM = 2
 """Random numbers that drafts are tested with; stream 1 draws the drafts."""
@@ -39,7 +41,7 @@ def rejection(
     probs: Float[Array, "B K V"] | None = None,
     bonus: Int[Array, "B"] | None = None,
 ) -> tuple[Verified, Int[Array, "B"]]:
-    """Keeps each draft with chance min(1, p / q), up to the first that fails.
+    """Keeps each draft with probability min(1, p / q), up to the first that fails.
 
     In: p [[.5 .3 .2] [.1 .6 .3] ...], drafts [[0 1]], no q, uniform [[.4 .7]], 1 / exponential
     [[1 2 4]]. Out: tokens [[0 2 -1]], num_accepted [1]: .6 < .7, and .3 * 4 beats .1 * 1.
@@ -84,15 +86,16 @@ def block(
 ) -> tuple[Verified, Int[Array, "B"]]:
     """Keeps the longest prefix of drafts that passes a test of the whole prefix.
 
-    A draft that fails by itself may be kept with those behind it. So at least as many drafts are
+    A draft that fails by itself may be kept with those after it. So at least as many drafts are
     kept as by `rejection`, on average.
 
     In: p [[.5 .3 .2] [.1 .6 .3] ...], q [[.25 .5 .25] [.2 .5 .3]], drafts [[1 1]], uniform
-    [[.5 .6]]. The prefixes pass with chances 0 and min(1, .6 * 1.2) = .72. Out: num_accepted [2].
+    [[.5 .6]]. The prefixes pass with probabilities 0 and min(1, .6 * 1.2) = .72. Out: num_accepted
+    [2].
 
     Args:
-      uniform: as in `rejection`, but new in every step: what is tested beyond the kept drafts must
-        not be tested again.
+      uniform: as in `rejection`, but drawn anew in every step: drafts after the kept ones were
+        tested, too, and the next step's must not depend on that.
 
     Other Args, Returns, Raises: as `rejection`.
 
@@ -117,27 +120,28 @@ def synthetic(
     """Keeps drafts at given rates, whatever they are: for load tests, the text means nothing.
 
     Args:
-      rates: from `synthetic_rates`: chance of each draft, once those before it were kept.
+      rates: from `synthetic_rates`: probability of each draft, once those before it were kept.
 
     Other Args, Returns, Raises: as `rejection`.
 
     Source: vLLM v1/sample/rejection_sampler.py, synthetic mode.
     """
     step = _read("synthetic", logits, drafts, num_drafts, temperature, uniform, probs)
-    kept = _Kept.prefix(step.is_token & (uniform <= jnp.asarray(rates, jnp.float32)[None]))
+    rates = jnp.asarray(rates, jnp.float32)[None]
+    kept = _Kept.prefix(step.is_token & _happens(rates, uniform))
     return _emit(step, kept, exponential, bonus)
 
 
 def synthetic_rates(
     num_drafts: int, *, rates: Sequence[float] | None = None, length: float | None = None
 ) -> np.ndarray:
-    """Turns wanted acceptance rates into those that `synthetic` tests with.
+    """Converts wanted acceptance rates to the conditional rates that `synthetic` takes.
 
     In: num_drafts 3, rates [.9 .6 .3]. Out: [.9 .667 .5]. In: length 2.5. Out: [1 .5 0].
 
     Args:
       num_drafts: K.
-      rates: how often each draft is kept, over all steps: K numbers in 0..1 that do not grow.
+      rates: share of all steps that keep each draft: K numbers in 0..1 that do not grow.
       length: in the place of `rates`: mean tokens of a step, 1..K + 1.
 
     Returns:
@@ -184,10 +188,10 @@ def sampled(
     position: Int[Array, "B"],
     probs: Float[Array, "B K V"] | None = None,
 ) -> tuple[Verified, Int[Array, "B"]]:
-    """Verifies drafts with random numbers that belong to the request, its seed and its position.
+    """Verifies drafts with random numbers that follow from each request's seed and position.
 
-    So neither other requests nor padding change what a request gets. A step without drafts gives
-    the token that plain sampling draws.
+    So a request's tokens depend neither on other requests nor on padding. A step without drafts
+    gives the token that plain sampling draws.
 
     Args:
       method: "rejection" or "block".
@@ -200,7 +204,7 @@ def sampled(
     keys = sampling.keys(seed, position, stream=_TEST_STREAM)
     columns = jnp.arange(drafts.shape[1], dtype=jnp.int32)
 
-    def test_number(key: Array, column: Array) -> Array:  # the more columns, the same numbers
+    def test_number(key: Array, column: Array) -> Array:  # does not depend on K; in (0, 1]
         return 1 - jax.random.uniform(jax.random.fold_in(key, column), dtype=jnp.float32)
 
     uniform = jax.vmap(jax.vmap(test_number, (None, 0)), (0, None))(keys, columns)  # [B, K]
@@ -212,10 +216,10 @@ def sampled(
 
 
 def draft_seed(seed: Int[AnyArray, "B"], position: Int[AnyArray, "B"]) -> Int[Array, "B"]:
-    """Returns seeds for drafts that block verification tests: new ones in every step.
+    """Returns new seeds in every step, for drafts that are verified by block.
 
-    `block` looks at drafts beyond those that it keeps. Were the next step to draw them again with
-    the same random numbers, what they are would depend on the test.
+    `block` tests drafts after those that it keeps. Drawn again with the same random numbers in the
+    next step, they would depend on that test, and the output would be biased.
 
     Args:
       seed: of each request.
@@ -247,7 +251,7 @@ def parse_output(
 
 
 class _Step(NamedTuple):
-    """A step's drafts beside what the target and the drafter give them."""
+    """A step's drafts, with their probabilities for target and drafter."""
 
     target: Float[Array, "B W V"]  # p
     best: Int[Array, "B W"]
@@ -255,7 +259,7 @@ class _Step(NamedTuple):
     drafts: Int[Array, "B K"]
     num_drafts: Int[Array, "B"]
     is_token: Bool[Array, "B K"]  # drafts up to the first that is none
-    p: Float[Array, "B K"]  # the target's chance of each draft
+    p: Float[Array, "B K"]  # the target's probability of each draft
     q: Float[Array, "B K"]  # the drafter's
     probs: Float[Array, "B K V"] | None
 
@@ -282,7 +286,7 @@ def _read(
     uniform: Array,
     probs: Array | None,
 ) -> _Step:
-    """Checks the shapes and looks up the chances of the drafts."""
+    """Checks the shapes and looks up the probabilities of the drafts."""
     B, W, V = logits.shape if logits.ndim == 3 else (-1, -1, -1)
     if drafts.shape != (B, W - 1) or uniform.shape != drafts.shape:
         raise ValueError(
@@ -318,9 +322,15 @@ def _read(
     )
 
 
+def _happens(probability: Array, uniform: Array) -> Array:
+    """Compares probabilities with numbers in (0, 1]; 0 never happens, even where a number is 0."""
+    return (probability > 0) & (uniform <= probability)
+
+
 def _test_each(step: _Step, uniform: Array) -> _Kept:
-    by_chance = (step.q > 0) & (step.p / jnp.where(step.q > 0, step.q, 1) >= uniform)
-    return _Kept.prefix(step.is_token & jnp.where(step.is_random, by_chance, _is_best(step)))
+    ratio = jnp.where(step.q > 0, step.p / jnp.where(step.q > 0, step.q, 1), 0)
+    keeps = jnp.where(step.is_random, _happens(ratio, uniform), _is_best(step))
+    return _Kept.prefix(step.is_token & keeps)
 
 
 def _test_block(step: _Step, uniform: Array) -> _Kept:
@@ -332,7 +342,7 @@ def _test_block(step: _Step, uniform: Array) -> _Kept:
         weights.append(jnp.minimum(ratio, 1))
     weight = jnp.stack(weights, axis=1)  # [B, W]
     if step.probs is None:
-        gain = weight[:, :-1] * (1 - step.p)  # what p has and q has not, q being one token
+        gain = weight[:, :-1] * (1 - step.p)  # max(weight * p - q, 0), where q is 1 at the draft
     else:
         gain = weight[:, :-1, None] * step.target[:, :-1] - step.probs
         gain = jnp.maximum(gain, 0).sum(axis=-1)  # [B, K, V] -> [B, K]
@@ -342,7 +352,7 @@ def _test_block(step: _Step, uniform: Array) -> _Kept:
     length = jnp.arange(1, K + 1, dtype=jnp.int32)[None]
     num_tokens = step.is_token.sum(axis=1, dtype=jnp.int32)[:, None]
     chance = jnp.where(length == num_tokens, weight[:, 1:], chance)
-    passes = (uniform <= chance) & (length <= num_tokens)
+    passes = _happens(chance, uniform) & (length <= num_tokens)
     count = jnp.max(jnp.where(passes, length, 0), axis=1, initial=0)
     greedy = _Kept.prefix(step.is_token & _is_best(step)).num_accepted
     count = jnp.where(step.is_random[:, 0], count, greedy)
@@ -377,9 +387,10 @@ def _emit(
     failed = jnp.pad(step.is_token, ((0, 0), (0, 1)))
     failed = jnp.take_along_axis(failed, at, axis=1, mode="clip")  # [B, 1]
     rest = jnp.maximum(kept.weight[:, None] * p - jnp.where(failed, q, 0), 0)
-    # Rounding may fail a draft although p = q; then nothing is left but p.
+    # Rounding may reject a draft although p = q; the residual is 0 then, and p takes its place.
     rest = jnp.where(rest.max(axis=1, keepdims=True) > 0, rest, p)
-    scores = jnp.where(rest > 0, rest / here(exponential), 0)
+    # A score may underflow to 0; tokens of probability 0 stay below that.
+    scores = jnp.where(rest > 0, rest / here(exponential), -1)
     token = jnp.argmax(scores, axis=1).astype(jnp.int32)
     best = jnp.take_along_axis(step.best, at, axis=1, mode="clip")[:, 0]
     token = jnp.where(step.is_random[:, 0], token, best)

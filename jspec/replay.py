@@ -1,7 +1,7 @@
-"""Replays recorded requests through drafters: what each would have earned, without a model.
+"""Replays recorded requests through drafters, and counts what each has accepted: without a model.
 
-The recorded output plays the target: a draft is accepted as far as it equals what was written, as
-greedy verification would. Needs token ids only, of a server's log or a data set.
+The recorded output takes the target's place: a draft is accepted as far as it equals the recorded
+tokens, as in greedy verification. Needs token ids only, of a server's log or a data set.
 """
 
 import json
@@ -48,18 +48,19 @@ class Record:
 
 @dataclass
 class Tally:
-    """What a drafter earned on some requests, and what it cost.
+    """Counts and drafting time of a drafter on some requests.
 
-    The first token of an output comes from the pass that reads the prompt: it is no draft's merit
-    and counts neither as a step nor as a token.
+    The first token of an output comes from the pass that reads the prompt, before any draft: it
+    counts neither as a step nor as a token. Drafts past the end of an output count nowhere, and its
+    last token counts as the target's own, as in `SpecDecodingStats.observe_draft`.
 
     Attributes:
       num_requests: requests replayed.
       num_steps: passes of the target after the prompt's.
-      num_tokens: tokens that these passes gave.
+      num_tokens: tokens that these passes gave: `num_steps + num_accepted_tokens`.
       num_drafted_steps: passes that had drafts to verify.
       num_draft_tokens: tokens in them.
-      num_accepted_tokens: tokens of them that the target wrote too.
+      num_accepted_tokens: tokens of them that were accepted.
       draft_seconds: time in the drafter; a step's time is shared equally by its requests.
     """
 
@@ -140,7 +141,7 @@ def replay(
       (1, 3, 2)
     """
     check_at_least("replay", 1, max_model_len=max_model_len, max_requests=max_requests)
-    # Room for drafts behind the longest record, as a server has that cuts no request short.
+    # Room for drafts after the longest record: no draft is cut at its end.
     limit = max_model_len + config.num_drafts + 1
     cache = CacheConfig(num_pages=1, page_size=limit, max_model_len=limit)
     run = _Replay(api.init(config, cache=cache, max_requests=max_requests))
@@ -177,7 +178,7 @@ class _Request:
 
 
 class _Replay:
-    """Runs a drafter over the requests in its slots, fed with what was recorded."""
+    """Runs a drafter over the requests in its slots, with the recorded tokens as verified."""
 
     def __init__(self, state: State):
         self.state = state
@@ -207,7 +208,7 @@ class _Replay:
         return True
 
     def step(self) -> None:
-        """Verifies every request's drafts, and drafts anew from what was recorded."""
+        """Verifies every request's drafts against the recorded tokens, and drafts again."""
         config, max_requests = self.state.config, self.state.max_requests
         rows = []
         kept = np.full((max_requests, config.num_drafts + 1), PAD_TOKEN, np.int32)
@@ -218,7 +219,11 @@ class _Replay:
             rows.append(Rows(slot, pending, known - 1, len(drafts), pages=()))
             written = request.tokens[known : known + len(drafts) + 1]
             num_accepted = _common_prefix(drafts, written)
-            gained = min(num_accepted + 1, len(written))
+            num_drafts = len(drafts)
+            gained = num_accepted + 1
+            if gained > len(written):  # the output ends inside the drafts
+                gained = len(written)
+                num_drafts = num_accepted = gained - 1
             kept[b, :gained] = written[:gained]
             if known > len(request.record.prompt):
                 self._count(
@@ -226,7 +231,7 @@ class _Replay:
                     num_steps=1,
                     num_tokens=gained,
                     num_drafted_steps=bool(drafts),
-                    num_draft_tokens=len(drafts),
+                    num_draft_tokens=num_drafts,
                     num_accepted_tokens=num_accepted,
                 )
             request.num_known += gained

@@ -1,4 +1,4 @@
-"""The host's side of the loop: which rows of which requests a step runs, laid out flat."""
+"""Scheduling on the host: admits requests, picks the rows of each step, keeps its tokens."""
 
 import math
 from collections import deque
@@ -19,14 +19,15 @@ from jspec.metrics import SpecDecodingStats
 from jspec.state import Drafts, Scheduled
 
 OnTokens = Callable[[int, list[int], int], None]
-"""Called as `(prompt index, new tokens, how many of them were accepted drafts)`."""
+"""Called as `(prompt index, new tokens, how many of them, from the first on, count as accepted
+drafts)`; these sum up to `Report.stats.num_accepted_tokens`."""
 
 
 class Generation(NamedTuple):
-    """What a prompt was continued with.
+    """The continuation of a prompt.
 
     Attributes:
-      tokens: the continuation, the stop token included.
+      tokens: the new tokens, the stop token included.
       reason: why it ended: a stop token, or the length limit.
     """
 
@@ -36,7 +37,7 @@ class Generation(NamedTuple):
 
 @dataclass
 class Request:
-    """A prompt on its way.
+    """A prompt that waits or is decoded.
 
     Attributes:
       index: its place among the prompts.
@@ -46,7 +47,7 @@ class Request:
       slot: its memory row, while it runs.
       pages: its KV pages, while it runs.
       num_computed: leading tokens whose keys and values are stored.
-      drafts: guesses to verify in the next step.
+      drafts: draft tokens to verify in the next step.
       parents: where these form a tree: which of them each one follows.
     """
 
@@ -62,7 +63,7 @@ class Request:
 
 
 class Rows(NamedTuple):
-    """What one request contributes to a step: tokens from position `start` on, then drafts.
+    """One request's rows of a step: tokens from position `start` on, then drafts.
 
     `backup` is the next prompt token where the chunk ends inside the prompt, so that nothing
     may be sampled; PAD elsewhere. `parents` say which draft each draft follows in a tree.
@@ -78,10 +79,10 @@ class Rows(NamedTuple):
 
 
 class Scheduler:
-    """Admits prompts while rows and pages last, and keeps track of what each request knows.
+    """Admits prompts while slots and pages are free, and holds the state of each request.
 
     A step has one of few shapes (flat rows, most logits rows a request), so that few executables
-    serve a whole run: one row a request, drafts behind it, or a chunk of some prompt. Drafts take
+    serve a whole run: one row a request, drafts after it, or a chunk of some prompt. Drafts take
     the smallest shape that holds them; there is one for each number of drafts that `drafting` may
     ask for, without it one.
 
@@ -94,7 +95,7 @@ class Scheduler:
       chunk_size: most rows of a step that reads prompts.
       stop_ids: ids that end a request.
       tree_depth: where drafts form trees: most of them that can be accepted in a step.
-      drafting: how much is drafted and verified; None = all that can be.
+      drafting: how many tokens are drafted and verified; None = as many as possible.
 
     Attributes:
       num_drafts: how many tokens to draft after the step that was scheduled last.
@@ -193,7 +194,7 @@ class Scheduler:
         return rows, next(shape for shape in self.shapes[1:] if shape[0] >= num_rows)
 
     def _count_drafts(self, request: Request) -> int:
-        """Counts the drafts that fit; the last token that fits is the target's own."""
+        """Counts the drafts that fit before `end`, one token left for the target's own."""
         room = request.end - len(request.tokens) - 1
         if request.parents is not None:
             room = _count_nodes(request.parents, room)
@@ -206,12 +207,14 @@ class Scheduler:
         drafts: Drafts,
         on_tokens: OnTokens | None = None,
     ) -> tuple[int, list[int]]:
-        """Takes over a step's result.
+        """Adds a step's tokens to its requests, and counts them.
+
+        A request ends with its first stop token; tokens after it are dropped and not counted.
 
         Args:
-          rows: what `schedule` picked.
+          rows: as `schedule` returned them.
           verified: int32 [B, W]; kept tokens, PAD after them.
-          drafts: guesses for the next step, on the host.
+          drafts: for the next step, on the host.
           on_tokens: called for each request that got tokens.
 
         Returns:
@@ -224,12 +227,15 @@ class Scheduler:
             if row.backup != PAD_TOKEN:
                 continue
             kept = [int(token) for token in verified[b] if token != PAD_TOKEN]
-            num_accepted = len(kept) - 1
-            request.num_computed += num_accepted
-            if row.num_drafts:
-                self.stats.observe_draft(row.num_drafts, num_accepted)
+            num_drafts = row.num_drafts
             stop = next((i for i, token in enumerate(kept) if token in self.stop_ids), None)
-            kept = kept if stop is None else kept[: stop + 1]
+            if stop is not None and stop + 1 < len(kept):  # ends inside its drafts
+                kept = kept[: stop + 1]
+                num_drafts = _count_nodes(row.parents, stop) if row.parents else stop
+            num_accepted = len(kept) - 1  # the last token counts as the target's own
+            if row.num_drafts:
+                self.stats.observe_draft(num_drafts, num_accepted)
+            request.num_computed += num_accepted
             request.tokens += kept
             num_tokens += len(kept)
             request.drafts = drafts.tokens[b, : drafts.num_drafts[b]].tolist()
@@ -237,7 +243,7 @@ class Scheduler:
                 request.parents = drafts.parents[b, : drafts.num_drafts[b]].tolist()
             self.policy.observe(row.slot, kept, request.drafts, request.parents)
             if on_tokens:
-                on_tokens(request.index, kept, min(num_accepted, len(kept)))
+                on_tokens(request.index, kept, num_accepted)
             if stop is not None or len(request.tokens) >= request.end:
                 output = request.tokens[request.num_prompt :]
                 reason = "length" if stop is None else "stop"
@@ -322,7 +328,7 @@ def limits(
     *,
     vocab_size: int | None = None,
 ) -> CacheConfig:
-    """Checks the arguments; sizes the cache for them where the caller gave none.
+    """Checks the arguments; without a `cache`, returns sizes that just hold the prompts.
 
     Args:
       vocab_size: the drafter's, where it has one; it may be smaller than the target's.

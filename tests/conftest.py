@@ -56,6 +56,7 @@ _SLOW = re.compile(
     | test_cli_convert\.py::test_a_recorded_ (model|drafter) .* \[ (?!target_qwen3\]|eagle3_llama-)
     | test_sampled_decode\.py::test_a_warmed
     | test_adaptive_decode\.py::test_ (random .* \[eagle | steps_without)
+    | test_accepted_tokens\.py::test_tokens .* \[ (adaptive|sampled)
     | test_cli_generate\.py::test_ (chance | saved_folders)
     | test_cli_bench\.py::test_every_method .* False
     | test_cli\.py::test_a_drafter_from_disk .* \[ (?!eagle3)

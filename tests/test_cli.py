@@ -19,6 +19,7 @@ KEYS = {
     "prompts",
     "tokens",
     "steps",
+    "tokens_per_step",
     "draft_tokens",
     "accepted_tokens",
     "acceptance_rate",

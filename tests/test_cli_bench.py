@@ -1,12 +1,14 @@
-"""`bench` runs every drafter over the same prompts and tells what each one earns."""
+"""`bench` runs every drafter over the same prompts and shows figures of each."""
 
 import json
 import re
 
+import numpy as np
 import pytest
 
 from jspec import REGISTRY, cli, measure, replay
 from jspec.cli import bench
+from jspec.demo.picture import plot_acceptance
 from tests.conftest import GOLDEN
 from tests.text_models import with_tokenizer
 
@@ -52,6 +54,7 @@ def test_every_method_gets_a_row_with_every_number(folder, suite, tmp_path, capf
     for row in (plain, suffix, draft):
         assert row["tokens"] == plain["tokens"] > 0
         assert row["verify_ms"] > 0 and row["draft_ms"] > 0
+        assert row["tokens_per_step"] == row["tokens"] / row["steps"]
     for row in (suffix, draft):
         assert row["identical_to_plain"] is True
         assert row["speedup"] == pytest.approx(
@@ -73,6 +76,7 @@ def test_all_methods_are_those_without_weights_and_those_with_a_drafter():
 ROW = {
     "num_drafts": 2,
     "draft_tokens": 10,
+    "tokens_per_step": 1.25,
     "mean_acceptance_length": 1.5,
     "acceptance_per_position": [0.5, 0.0],
     "tokens_per_second": 20.0,
@@ -103,13 +107,36 @@ def test_the_table_has_a_line_for_each_and_a_difference_is_exit_code_1(
     monkeypatch.setattr(bench, "_measure", lambda *args: ROWS)
     assert run("--model", folder, "--suite", suite, *words) == 1
     lines = capfd.readouterr().out.splitlines()
+    assert re.match(r"device .+, model .+, batch size 1, ", lines[0])
     if form == "markdown":
-        assert lines[1] == f"| --- |{9 * ' ---: |'}"
-        assert lines[3] == "| ngram | 2 | 10 | 1.50 | 50 0 | 0.25 | 3.00 | 20.0 | 2.00 | yes |"
-        assert lines[4].endswith("| - | - | 20.0 | 2.00 | NO |")
+        assert lines[1] == "" and lines[3] == f"| --- |{10 * ' ---: |'}"
+        assert lines[2].startswith("| method | K | drafts | tokens/step | acceptance length |")
+        assert lines[4].startswith("| none |")
+        row = "| ngram | 2 | 10 | 1.25 | 1.50 | 50 0 | 0.25 | 3.00 | 20.0 | 2.00 | yes |"
+        assert lines[5] == row
+        assert lines[6].endswith("| - | - | 20.0 | 2.00 | NO |")
     else:
-        assert "batch size 1" in lines[0] and len({len(line) for line in lines[1:]}) == 1
-        assert lines[3].split() == "ngram 2 10 1.50 50 0 0.25 3.00 20.0 2.00 yes".split()
+        assert len({len(line) for line in lines[1:]}) == 1
+        assert lines[2].startswith("none ")
+        assert lines[3].split() == "ngram 2 10 1.25 1.50 50 0 0.25 3.00 20.0 2.00 yes".split()
+
+
+def test_equal_curves_of_a_picture_are_both_seen():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import to_rgb
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    canvas = FigureCanvasAgg(figure)
+    names = ["ngram", "ngram_gpu", "suffix", "eagle3"]
+    plot_acceptance(figure.subplots(), dict.fromkeys(names, [0.8, 0.8, 0.3, 0.0, 0.0]))
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3] / 255
+    seen = [
+        (abs(pixels - np.array(to_rgb(f"C{i}"))) < 0.01).all(axis=-1).sum()
+        for i in range(len(names))
+    ]
+    assert min(seen) > max(seen) / 4
 
 
 def test_drafts_verified_by_chance_are_not_called_identical(folder, suite, capfd, monkeypatch):

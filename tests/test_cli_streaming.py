@@ -66,10 +66,17 @@ def test_the_progress_line_counts_and_goes_away(monkeypatch):
     monkeypatch.setattr("sys.stderr", err)
     monkeypatch.setattr(streaming, "_INTERVAL", 0)
     progress = Progress("ngram", 4)
-    progress(0, [1, 2, 3], 2)
+    now = 100.0
+    monkeypatch.setattr(streaming.time, "perf_counter", lambda: now)
+    progress(0, [1, 2], 1)
+    assert "tokens/s" not in err.getvalue(), "the first tokens have no time of their own"
+    now += 2
+    progress(0, [3], 1)
     progress(1, [1], 0)
     last = err.getvalue().split("\r\033[K")[-1]
-    assert last.startswith("ngram: [##########          ] prompt 2/4, 4 tokens, 2 accepted drafts")
+    assert last == (
+        "ngram: [##########          ] prompt 2/4, 4 tokens, 2 accepted drafts, 1.0 tokens/s"
+    )
     progress.finish()
     assert err.getvalue().endswith("\r\033[K")
 

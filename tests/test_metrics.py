@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
 import prometheus_client
 import pytest
 from hypothesis import given
@@ -113,7 +114,9 @@ def test_a_refused_draft_changes_nothing():
 @pytest.mark.parametrize(
     "drafted, accepted, error",
     [(2, 3, ValueError), (5, 5, ValueError), (2, -1, ValueError), (-1, -1, ValueError)]
-    + [(2.0, 1, TypeError), (2, None, TypeError)],
+    + [(2.0, 1, TypeError), (2, None, TypeError), (True, 1, TypeError), (2, False, TypeError)]
+    + [(float("nan"), 1, TypeError), (2, np.float32(1), TypeError), (2, np.True_, TypeError)]
+    + [(np.int64(2), np.int32(3), ValueError), (np.ones(2, int), 1, TypeError)],
 )
 def test_impossible_counts_are_refused_by_stats_and_history(drafted, accepted, error):
     stats, history = SpecDecodingStats.new(4), AcceptanceHistory(4)
@@ -127,6 +130,72 @@ def test_impossible_counts_are_refused_by_stats_and_history(drafted, accepted, e
     assert stats == history.total == SpecDecodingStats.new(4)
     with pytest.raises(KeyError, match="observe"):
         history.steps("a")
+
+
+NAN = float("nan")
+CONTRADICTIONS = [
+    (dict(num_drafts=-1), ValueError, "`num_drafts` is -1"),
+    (dict(num_accepted_tokens=-1), ValueError, "`num_accepted_tokens` is -1, wanted 0 or more"),
+    (dict(num_accepted_tokens=7), ValueError, "`num_accepted_tokens` is 7, wanted at most"),
+    (dict(num_draft_tokens=2.0), TypeError, "`num_draft_tokens` is 2.0, wanted an integer"),
+    (dict(num_draft_tokens=NAN), TypeError, "`num_draft_tokens` is nan"),
+    (dict(num_drafts=True), TypeError, "`num_drafts` is True"),
+    (dict(num_drafts=0), ValueError, "`num_draft_tokens` is 6, wanted 0: num_drafts is 0"),
+    (dict(num_accepted_tokens_per_pos=[2, 1]), ValueError, "2 entries, wanted num_spec_tokens = 3"),
+    (dict(num_accepted_tokens_per_pos=[2, 1, 1]), ValueError, "a sum of num_accepted_tokens = 3"),
+    (
+        dict(num_accepted_tokens_per_pos=[1, 2, 0]),
+        ValueError,
+        r"is \[1, 2, 0\], wanted counts from",
+    ),
+    (dict(num_accepted_tokens_per_pos=[3, 0, 0]), ValueError, "num_drafts = 2 on that never rise"),
+    (dict(num_accepted_tokens_per_pos=[4, -1, 0]), ValueError, r"_per_pos\[1\]` is -1"),
+    (dict(num_accepted_tokens_per_pos=[2, 1, 0.0]), TypeError, r"_per_pos\[2\]` is 0.0"),
+    (dict(num_spec_tokens=-3), ValueError, "`num_spec_tokens` is -3"),
+]
+
+
+@pytest.mark.parametrize("changes, error, word", CONTRADICTIONS)
+def test_every_counter_checks_all_counts_before_it_adds_one(changes, error, word):
+    good, bad = stats_of(3, [(3, 2), (3, 1)]), stats_of(3, [(3, 2), (3, 1)])
+    for name, value in changes.items():
+        setattr(bad, name, value)
+    total, empty, log = stats_of(3, [(3, 3)]), SpecDecodingLogging(), SpecDecodingLogging()
+    log.observe(good)
+    registry = CollectorRegistry()
+    prom = SpecDecodingProm(3, LABELS, {0: ["m", "0"]}, registry=registry)
+    with unchecked():
+        for add in (total.add, empty.observe, log.observe, prom.observe):
+            with pytest.raises(error, match=f"^SpecDecoding.*{word}") as raised:
+                add(bad)
+            assert "\n" not in str(raised.value)
+    assert total == stats_of(3, [(3, 3)])
+    assert empty.window is None and log.window == good
+    assert set(samples(registry).values()) == {0.0}
+    for add in (total.add, empty.observe, log.observe, prom.observe):
+        add(good)
+    assert total.num_accepted_tokens == 6 and sum(samples(registry).values()) == 2 + 6 + 3 + 3
+
+
+def test_counts_of_numpy_are_counted_as_plain_integers():
+    stats, history = SpecDecodingStats.new(3), AcceptanceHistory(3)
+    with unchecked():
+        stats.observe_draft(np.int64(3), np.uint8(2))
+        history.observe("a", np.int32(3), np.int16(2))
+        log = SpecDecodingLogging()
+        per_pos = np.array([1, 1, 0])
+        log.observe(SpecDecodingStats(3, np.int64(1), np.int64(3), np.int64(2), per_pos))
+    assert stats == history.total == log.window == SpecDecodingStats(3, 1, 3, 2, [1, 1, 0])
+    assert [type(x) for x in (*history.pop("a")[0], log.window.num_drafts)] == [int] * 3
+
+
+def test_counts_do_not_share_the_list_that_they_were_made_from():
+    per_pos = [1, 1, 0]
+    stats, other = SpecDecodingStats(3, 1, 3, 2, per_pos), SpecDecodingStats(3, 1, 3, 2, per_pos)
+    stats.observe_draft(3, 3)
+    stats.add(stats)
+    assert stats.num_accepted_tokens_per_pos == [4, 4, 2]
+    assert other.num_accepted_tokens_per_pos == per_pos == [1, 1, 0]
 
 
 def test_the_bonus_token_counts_in_the_mean_length_and_nowhere_else():

@@ -333,6 +333,62 @@ def test_synthetic_rates_of_none_and_all_hold_for_every_random_number(rate):
     assert accepted.tolist() == [rate] * 3
 
 
+@pytest.mark.parametrize("uniform", [0.0, 2.0**-24, 0.5, 1.0])
+@pytest.mark.parametrize("with_probs", [False, True])
+@pytest.mark.parametrize("method", [*METHODS, "synthetic"])
+def test_probability_0_is_never_kept_and_probability_1_always(method, with_probs, uniform):
+    """Also for u = 0 and u = 1, the ends of both half-open intervals."""
+    B, K, V = 2, 2, 4
+    p = np.eye(V, dtype=np.float32)[np.array([[1, 2, 3], [1, 2, 3]])]  # [B, K + 1, V]
+    arguments = {
+        "temperature": jnp.ones(B),
+        "uniform": jnp.full((B, K), uniform),
+        "exponential": jnp.ones((B, 1, V)),
+    }
+    if method == "synthetic":
+        arguments["rates"] = jnp.array([1.0, 0.0])
+    if with_probs:
+        arguments["probs"] = jnp.asarray(p[:, :K])
+    drafts = jnp.array([[1, 2], [1, 3]])  # of the second the target has probability 1 and 0
+    verified, accepted = getattr(rejection, method)(
+        *(jnp.log(jnp.asarray(p)), drafts, jnp.full(B, K)), **arguments
+    )
+    assert accepted.tolist() == ([1, 1] if method == "synthetic" else [2, 1])
+    assert verified.tokens[1].tolist() == [1, 2, PAD_TOKEN]  # in the place of 3
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_of_probability_0_for_target_and_drafter_is_not_kept(method, uniform):
+    verified, accepted = getattr(rejection, method)(
+        jnp.log(jnp.array([[[0.5, 0.5, 0.0]] * 2])),
+        jnp.array([[2]]),
+        jnp.array([1]),
+        temperature=jnp.ones(1),
+        uniform=jnp.full((1, 1), uniform),
+        exponential=jnp.array([[[2.0, 1.0, 1e-30]]]),
+        probs=jnp.array([[[0.5, 0.5, 0.0]]]),
+    )
+    assert accepted.tolist() == [0]
+    assert verified.tokens.tolist() == [[1, PAD_TOKEN]]
+
+
+@pytest.mark.parametrize("largest", [np.inf, np.finfo(np.float32).max])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_token_of_probability_0_is_not_drawn_where_every_score_is_0(method, largest):
+    """The only token that is left has a score that underflows; so have those of probability 0."""
+    verified, accepted = getattr(rejection, method)(
+        jnp.log(jnp.array([[[0.0, 0.9, 0.1]] * 2])),
+        jnp.array([[1]]),
+        jnp.array([1]),
+        temperature=jnp.ones(1),
+        uniform=jnp.ones((1, 1)),
+        exponential=jnp.full((1, 1, 3), largest, jnp.float32),
+    )
+    assert accepted.tolist() == [0]
+    assert verified.tokens.tolist() == [[2, PAD_TOKEN]]
+
+
 def test_synthetic_acceptance_has_the_wanted_length(rng):
     B, K, V = 40_000, 3, 4
     verified, accepted = run_synthetic(

@@ -36,12 +36,13 @@ def counted(records):
                 if drafts[accepted] != tokens[known + accepted]:
                     break
                 accepted += 1
-            gained = min(accepted + 1, len(tokens) - known)
-            known += gained
+            is_cut = known + accepted == len(tokens)  # the record ends with an accepted draft
+            accepted -= is_cut
+            known += accepted + 1
             tally.num_steps += 1
-            tally.num_tokens += gained
+            tally.num_tokens += accepted + 1
             tally.num_drafted_steps += bool(drafts)
-            tally.num_draft_tokens += len(drafts)
+            tally.num_draft_tokens += accepted if is_cut else len(drafts)
             tally.num_accepted_tokens += accepted
     return tally
 
@@ -62,6 +63,8 @@ def test_a_replay_counts_what_a_plain_loop_counts(method, rng):
         tallies["a"].draft_seconds + tallies["b"].draft_seconds
     )
     assert tallies["all"].num_accepted_tokens > 20  # the records do repeat themselves
+    for tally in tallies.values():
+        assert tally.num_tokens == tally.num_steps + tally.num_accepted_tokens
 
 
 def test_how_many_requests_run_together_changes_no_count(rng):
@@ -98,11 +101,21 @@ def test_the_first_token_is_of_no_step_and_no_draft(output, steps, tokens):
     assert tally.acceptance_length == 1.0 and tally.acceptance_rate == 0.0
 
 
-def test_drafts_past_the_end_of_a_record_are_not_accepted():
-    record = Record([1, 2, 3, 4, 5, 1], [2, 3])
-    tally = replay.replay([record], jspec.NgramConfig(**LOOKUP), max_model_len=8)["all"]
-    assert (tally.num_steps, tally.num_tokens) == (1, 1)
-    assert (tally.num_draft_tokens, tally.num_accepted_tokens) == (3, 1)
+@pytest.mark.parametrize(
+    "output, tokens, drafted, accepted",
+    [
+        ([2, 3], 1, 0, 0),  # 3 4 5 are drafted, and the record ends with the first
+        ([2, 3, 4], 2, 1, 1),
+        ([2, 3, 4, 5], 3, 2, 2),
+        ([2, 3, 4, 5, 9], 4, 3, 3),
+        ([2, 9], 1, 3, 0),
+    ],
+)
+def test_drafts_from_the_last_token_of_a_record_on_count_nowhere(output, tokens, drafted, accepted):
+    record = Record([1, 2, 3, 4, 5, 1], output)
+    tally = replay.replay([record], jspec.NgramConfig(**LOOKUP), max_model_len=11)["all"]
+    assert (tally.num_steps, tally.num_drafted_steps, tally.num_tokens) == (1, 1, tokens)
+    assert (tally.num_draft_tokens, tally.num_accepted_tokens) == (drafted, accepted)
 
 
 def test_a_segment_called_all_is_counted_once():
@@ -204,7 +217,7 @@ def test_the_table_names_the_winner_of_each_segment(write, capfd):
         ("copy", "1", "5"),
     ]
     assert out.count("winner: ngram") == 2
-    assert re.search(r"ngram +2\.50 +100% +67%", out)  # copy: 3 4 | 5 6 7 8 of 6 drafts, 4 kept
+    assert re.search(r"ngram +2\.50 +100% +100%", out)  # copy: 3 | 4 5 6 7 | 8
 
 
 def test_json_has_every_drafter_without_weights_in_every_segment(write, capfd):

@@ -14,6 +14,7 @@ from jspec import measure, proposers, replay, scheduling
 from jspec.checkpoint import Model
 from jspec.cli import decoding, drafters, models, prompts
 from jspec.cli.streaming import Progress
+from jspec.demo.picture import plot_acceptance
 from jspec.demo.prompts import demo_prompts
 from jspec.proposers.base import Drafter
 
@@ -25,8 +26,8 @@ EXAMPLES = """examples:
 """
 
 _COLUMNS = (
-    *("method", "K", "drafts", "acceptance length", "accepted % by position", "drafting ms"),
-    *("verification ms", "tokens/s", "speed-up", "identical"),
+    *("method", "K", "drafts", "tokens/step", "acceptance length", "accepted % by position"),
+    *("drafting ms", "verification ms", "tokens/s", "speed-up", "identical"),
 )
 
 
@@ -94,13 +95,13 @@ def _run(arguments: argparse.Namespace) -> int:
         "batch_size": arguments.batch_size,
         "dtype": arguments.dtype,
     }
+    setting = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in header.items())
     if arguments.json:
         print(json.dumps(header | {"methods": rows}))
     elif arguments.markdown:
-        print("\n".join(_markdown(rows)))
+        print("\n".join([setting, "", *_markdown(rows)]))  # without the blank line it is no table
     else:
-        print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in header.items()))
-        print("\n".join(_table(rows)))
+        print("\n".join([setting, *_table(rows)]))
     if arguments.picture is not None:
         _draw(rows, Path(arguments.picture), title=f"{arguments.model}, {header['device']}")
     return 1 if any(row["identical_to_plain"] is False for row in rows) else 0
@@ -202,9 +203,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     same = {True: "yes", False: "NO", None: "-"}
     drafts = row["num_drafts"] > 0
     return [
-        row["method"] if drafts else "plain",
+        row["method"],
         str(row["num_drafts"]),
         str(row["draft_tokens"]),
+        number("tokens_per_step"),
         number("mean_acceptance_length"),
         " ".join(f"{100 * rate:.0f}" for rate in row["acceptance_per_position"]) or "-",
         number("draft_ms") if drafts else "-",
@@ -236,13 +238,10 @@ def _draw(rows: list[dict[str, Any]], output: Path, *, title: str) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     drafted = rows[1:]
-    for row in drafted:
-        rates = row["acceptance_per_position"]
-        left.plot(range(1, len(rates) + 1), rates, marker="o", label=row["method"])
-    left.set(xlabel="draft position", ylabel="share accepted", ylim=(0, 1.05))
-    left.set_xticks(range(1, 1 + max(row["num_drafts"] for row in drafted)))
+    plot_acceptance(left, {row["method"]: row["acceptance_per_position"] for row in drafted})
+    left.set(ylim=(0, 1.05))
     left.legend()
-    names = ["plain", *(row["method"] for row in drafted)]
+    names = [row["method"] for row in rows]
     colors = ["silver", *(f"C{i}" for i in range(len(drafted)))]
     bars = right.barh(names, [row["tokens_per_second"] for row in rows], color=colors)
     right.bar_label(bars, fmt="%.0f", padding=3)

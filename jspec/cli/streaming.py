@@ -1,4 +1,4 @@
-"""What people see while prompts are decoded: text as it comes, and how far it got."""
+"""Output while prompts are decoded: the text as it comes, or a line of progress."""
 
 import sys
 import time
@@ -91,29 +91,31 @@ class Progress:
         self._title = title
         self._num_prompts = num_prompts
         self._seen: set[int] = set()
-        self._num_tokens = self._num_accepted = 0
-        self._begin = time.perf_counter()
-        self._shown = 0.0
+        self._num_tokens = self._num_first = self._num_accepted = 0
+        self._begin = self._shown = 0.0
         self._write("compiling, up to a minute the first time")
 
     def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
         """Takes what a step gave a prompt; see `jspec.scheduling.OnTokens`."""
-        if not self._seen:  # the clock starts with the first token: what compiles, has
-            self._begin = time.perf_counter()
+        now = time.perf_counter()
+        if not self._seen:  # everything is compiled by now: the clock starts after these tokens
+            self._begin, self._num_first = now, len(tokens)
         self._seen.add(index)
         self._num_tokens += len(tokens)
         self._num_accepted += num_accepted
-        now = time.perf_counter()
         if now - self._shown < _INTERVAL:
             return
         self._shown = now
         done = len(self._seen)
         filled = "#" * round(20 * done / self._num_prompts)
-        speed = self._num_tokens / max(now - self._begin, 1e-3)
-        self._write(
+        text = (
             f"[{filled:20}] prompt {done}/{self._num_prompts}, {self._num_tokens} tokens, "
-            f"{self._num_accepted} accepted drafts, {speed:.1f} tokens/s"
+            f"{self._num_accepted} accepted drafts"
         )
+        if now > self._begin:  # the first tokens have no time of their own
+            speed = (self._num_tokens - self._num_first) / (now - self._begin)
+            text += f", {speed:.1f} tokens/s"
+        self._write(text)
 
     def finish(self) -> None:
         """Takes the line away."""

@@ -8,6 +8,7 @@ import colorsys
 import gzip
 import html
 import inspect
+import itertools
 import json
 import shlex
 import string
@@ -59,7 +60,7 @@ class Prompt:
 
 
 def demo_prompts(cache_dir: str | Path | None = None, *, progress: bool = True) -> list[Prompt]:
-    """Lists the whole suite in a fixed order: copy, humaneval, chat.
+    """Lists the whole suite in a fixed order: the kinds take turns, so the first few are mixed.
 
     Args:
       cache_dir: see `assets.fetch`, which brings HumanEval.
@@ -72,7 +73,8 @@ def demo_prompts(cache_dir: str | Path | None = None, *, progress: bool = True) 
       RuntimeError, ValueError: HumanEval could not be fetched; see `assets.fetch`.
     """
     problems = humaneval_prompts(len(_EDITS), cache_dir, progress=progress)
-    return [*copy_prompts(), *problems, *chat_prompts()]
+    turns = itertools.zip_longest(copy_prompts(), problems, chat_prompts())
+    return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
 def copy_prompts() -> list[Prompt]:

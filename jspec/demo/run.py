@@ -16,6 +16,7 @@ from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.config import CacheConfig
 from jspec.decode import Report
 from jspec.demo.assets import fetch_smollm2
+from jspec.demo.picture import plot_acceptance
 from jspec.demo.prompts import Prompt, demo_prompts
 from jspec.loading import load
 
@@ -26,7 +27,7 @@ CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float3
 
 
 class Result(NamedTuple):
-    """One line of the table: what a drafter did on one kind of prompt."""
+    """One line of the table: a drafter's figures on one kind of prompt."""
 
     kind: str
     numbers: dict[str, Any]
@@ -113,14 +114,16 @@ def _table(results: list[Result]) -> Table:
     table = Table(
         title=f"greedy decoding, at most {NUM_DRAFTS} drafts, n-grams of 4 down to 2",
         caption="drafts that were not expected to pay are not verified\n"
-        "mean length: tokens that a pass over a draft yields",
+        "mean length: tokens per step, of the steps with drafts",
         box=box.SIMPLE_HEAD,  # with these margins it fits into 80 columns
         padding=(0, 1, 0, 0),
         show_edge=False,
     )
     for name in ("prompts", "method"):
         table.add_column(name)
-    for name in ("tokens/s", "speed-up", "mean\nlength", "accepted %\nby position"):
+    for name in (
+        *("tokens/s", "speed-up", "tokens\nper step", "mean\nlength", "accepted %\nby position"),
+    ):
         table.add_column(name, justify="right")
     table.add_column("identical", justify="right")
     for kind, row in results:
@@ -130,6 +133,7 @@ def _table(results: list[Result]) -> Table:
             row["method"],
             f"{row['tokens_per_second']:.1f}",
             f"{row['speedup'] or 1:.2f}",
+            f"{row['tokens_per_step']:.2f}",
             f"{row['mean_acceptance_length']:.2f}",
             " ".join(f"{100 * rate:.0f}" for rate in row["acceptance_per_position"]) or "-",
             ("yes" if row["identical_to_plain"] else "no") if drafted else "-",
@@ -147,27 +151,21 @@ def _picture(results: list[Result], output: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     kinds = list(dict.fromkeys(result.kind for result in results))
-    for kind in kinds:
-        rates = next(r.numbers for r in results if (r.kind, r.numbers["method"]) == (kind, "ngram"))
-        position = range(1, NUM_DRAFTS + 1)
-        left.plot(position, rates["acceptance_per_position"], marker="o", label=kind)
-    left.set(
-        xlabel="draft position", ylabel="share accepted", ylim=(0, 1.2), title="Drafts of ngram"
-    )
-    left.set_xticks(range(1, NUM_DRAFTS + 1))
+    ngram = {r.kind: r.numbers for r in results if r.numbers["method"] == "ngram"}
+    plot_acceptance(left, {kind: ngram[kind]["acceptance_per_position"] for kind in kinds})
+    left.set(ylim=(0, 1.2), title="Drafts of ngram")
     left.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     left.legend(loc="upper center", ncols=len(kinds))  # above the data, as 1.2 leaves room
     methods = ("none", *METHODS)
     width = 0.84 / len(methods)
     for i, method in enumerate(methods):
         speeds = [r.numbers["tokens_per_second"] for r in results if r.numbers["method"] == method]
-        label = "plain" if method == "none" else method
         middle = width * (i - (len(methods) - 1) / 2)
         bars = right.bar(
             [x + middle for x in range(len(kinds))],
             speeds,
             0.93 * width,
-            label=label,
+            label=method,
             color=f"C{len(kinds) + i}" if i else "silver",  # no colour of the left half again
         )
         right.bar_label(bars, fmt="%.0f")

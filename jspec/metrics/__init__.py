@@ -1,4 +1,4 @@
-"""What speculation earned: counts of a step, a log line, Prometheus counters, histories.
+"""Counts of drafts and accepted tokens: for a step, a log line, Prometheus, each request.
 
 Source: vLLM v1/spec_decode/metrics.py; the histories and the histogram are ours.
 """

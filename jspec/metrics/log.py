@@ -1,11 +1,11 @@
-"""The log line: what speculation earned since the one before."""
+"""The log line: drafts and accepted tokens since the line before."""
 
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from jspec.metrics.stats import SpecDecodingStats
+from jspec.metrics.stats import SpecDecodingStats, checked
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,13 @@ class SpecDecodingLogging:
         """Adds the counts of a step; several engines may share one window.
 
         Raises:
-          ValueError: `stats` has another number of positions than the window; nothing changes.
+          TypeError, ValueError: `stats` has another number of positions than the window, or as
+            `SpecDecodingStats.add`; nothing changes.
         """
         if self.window is None:
-            self.window = SpecDecodingStats.new(stats.num_spec_tokens)
-        self.window.add(stats)
+            self.window = checked("SpecDecodingLogging.observe", stats)
+        else:
+            self.window.add(stats)
 
     def throughput(self) -> tuple[float, float]:
         """Returns (accepted, drafted) tokens per second since the last line.

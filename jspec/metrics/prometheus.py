@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from jspec.config import check_at_least
-from jspec.metrics.stats import SpecDecodingStats
+from jspec.metrics.stats import SpecDecodingStats, checked
 
 _TOTALS = (
     ("vllm:spec_decode_num_drafts", "Number of spec decoding drafts."),
@@ -87,8 +87,9 @@ class SpecDecodingProm:
           engine_idx: a key of `per_engine_labelvalues`.
 
         Raises:
-          KeyError: no such engine. ValueError: `stats` has fewer positions than are exported.
-            Nothing is counted then.
+          KeyError: no such engine.
+          TypeError, ValueError: `stats` has fewer positions than are exported, or as
+            `SpecDecodingStats.add`. Nothing is counted then.
         """
         if not self._enabled:
             return
@@ -97,6 +98,7 @@ class SpecDecodingProm:
                 f"SpecDecodingProm: `engine_idx` is {engine_idx!r}, wanted one of "
                 f"{list(self._engines)}. Name every engine in per_engine_labelvalues."
             )
+        stats = checked("SpecDecodingProm.observe", stats)
         counters = self._engines[engine_idx]
         counts = [
             stats.num_drafts,
