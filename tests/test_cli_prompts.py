@@ -163,6 +163,7 @@ def test_a_template_is_chosen_by_name_or_read_from_a_file(tmp_path):
         (["--batch-size", "0"], "--batch-size"),
         (["--draft-sampling", "greedy", "--temperature", "1"], "no effect without --drafter"),
         (["--method", "none", "--adaptive"], "--adaptive has no effect with --method none"),
+        (["--method", "none", "--no-adaptive"], "--no-adaptive has no effect with --method none"),
         (["--prompt-file", "nowhere"], "nowhere is no file"),
         (["--no-special-tokens"], "--no-special-tokens has no effect without --raw"),
         (["--raw", "--chat-template", "a"], "--chat-template has no effect with --raw"),

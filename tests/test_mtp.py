@@ -194,7 +194,8 @@ def text_of(name):
     model, (config, params), data = load(recordings.MODELS / name)
     prompts = [data[f"prompt_{i}"].tolist() for i in range(recordings.num_prompts(data))]
     longest = len(data["continuation_0"])
-    report = jspec.generate(model, prompts, config, params, max_tokens=longest, stop_ids=())
+    run = {"max_tokens": longest, "stop_ids": (), "drafting": "fixed"}
+    report = jspec.generate(model, prompts, config, params, **run)
     return [g.tokens for g in report.generations], report.stats.num_accepted_tokens
 
 
