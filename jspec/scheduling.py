@@ -357,8 +357,7 @@ def limits(
     if num_drafts >= size:
         raise ValueError(
             f"generate: `num_drafts` is {num_drafts}, and requests have at most {size} tokens "
-            f"(max_model_len), which drafts cannot fill. "
-            "Lower num_drafts."
+            "(max_model_len), which drafts cannot fill. Lower num_drafts."
         )
     if cache is None:
         num_pages = math.ceil(size / 16) * max_requests

@@ -183,6 +183,7 @@ def test_drafts_verified_by_chance_are_not_called_identical(folder, suite, capfd
         (["--drafter", "eagle3=nowhere"], "--drafter eagle3: 'nowhere' does not exist"),
         (["--drafter", f"medusa={HEAD}", "--methods", "ngram"], "Add it to --methods"),
         (["--drafter", f"medusa={HEAD}", "--drafter", f"medusa={HEAD}"], "medusa twice"),
+        (["--num-drafts", "10000"], "num_drafts. is 10000.*Lower num_drafts"),
         (["--suite", "nowhere"], "nowhere is no file"),
         (["--num-prompts", "0"], "--num-prompts"),
         (["--picture", "x.gif"], "--picture is x.gif.*.png"),

@@ -187,8 +187,11 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Runs every drafter, plain decoding first; returns a row for each."""
     options: dict[str, Any] = decoding.of_target(arguments)
+    configs = [drafter.config for drafter in loaded.values() if drafter.config]
+    chains = [c.num_drafts for c in configs if proposers.of(c).tree(c) is None]
     options["cache"] = scheduling.limits(
-        model, ids, arguments.max_tokens, arguments.batch_size, None, 1
+        *(model, ids, arguments.max_tokens, arguments.batch_size, None, 1),
+        num_drafts=max(chains, default=0),
     )
     rows, plain = [], None
     for method, drafter in {"none": Drafter(None, None), **loaded}.items():

@@ -137,13 +137,7 @@ def _run(arguments: argparse.Namespace) -> int:
         cache=cache,
         greedy=not arguments.temperature,
     )
-    if records is not None:
-        alone = records.records[0] if len(ids) == 1 else {}
-        print(json.dumps(result | alone | {"texts": [r["text"] for r in records.records]}))
-    else:
-        for name, value in result.items():
-            if value is not None:
-                print(f"{name.replace('_', ' '):>24}  {_pretty(value)}")
+    _print(result, records)
     return comparison.exit_code(model, [result])
 
 
@@ -190,6 +184,18 @@ def _titles(asked: Sequence[prompts.Asked], num_samples: int) -> list[str]:
         samples = range(1, num_samples + 1)
         titles += [f"{title} (sample {n})" for n in samples] if num_samples > 1 else [title]
     return titles
+
+
+def _print(result: dict[str, Any], records: Records | None) -> None:
+    """Prints the figures of a run; as JSON, with what there is of a lone prompt."""
+    if records is None:
+        for name, value in result.items():
+            if value is not None:
+                print(f"{name.replace('_', ' '):>24}  {_pretty(value)}")
+        return
+    alone = records.records[0] if len(records.records) == 1 else {}
+    texts = [record["text"] for record in records.records]
+    print(json.dumps(result | alone | {"texts": texts}))
 
 
 def _pretty(value: Any) -> str:
