@@ -13,6 +13,7 @@ import jax
 
 from jspec import scheduling
 from jspec.adaptive import Drafting
+from jspec.arguments import check_call, check_on_tokens
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig
 from jspec.engine import Engine, Report
@@ -77,12 +78,14 @@ def generate(
       The continuations with counts and times.
 
     Raises:
+      TypeError: an argument is of another type.
       ValueError: a prompt is empty, leaves no room for a token in `max_model_len` or holds an id
-        outside the vocabulary; a size is below 1; the cache cannot hold the longest request, or is
-        for longer ones than the model;
-        `drafting` or `verification` does not fit the drafter; a number of the sampling is out of
-        range. Raised before anything compiles.
+        outside the vocabulary, as a stop id may; a size is below 1; `num_drafts` reaches
+        `max_model_len`; the cache cannot hold the longest request, or is for longer ones than the
+        model; `drafting` or `verification` does not fit the drafter; a number of the sampling is
+        out of range. Raised before anything compiles.
     """
+    check_on_tokens(on_tokens)
     engine = Engine(
         model,
         prompts,
@@ -125,12 +128,12 @@ def generate_plain(
 
     Args, Returns, Raises: as `generate`.
     """
-    prompts = list(prompts)
+    check_on_tokens(on_tokens)
+    prompts, stops = check_call(model, prompts, cache, stop_ids)
     limits = scheduling.limits(model, prompts, max_tokens, 1, cache, chunk_size)
     numbers = {"temperature": temperature, "seed": seed}
     numbers |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     params = sampling_params("generate_plain", len(prompts), **numbers)
-    stops = frozenset(model.stop_ids if stop_ids is None else stop_ids)
     report = Report([], SpecDecodingStats.new(1))
     kv = llama.init_pages(model.config, limits)
     start = time.perf_counter()

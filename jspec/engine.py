@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jspec import api, proposers, scheduling
 from jspec.adaptive import Drafting
+from jspec.arguments import check_call, check_on_tokens
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig
@@ -105,7 +106,7 @@ class Engine:
         self.hidden_layers, self.drafts_sampled = reads.hidden_layers, reads.sampling
         tree = proposer.tree(config)
         self.tree_depth = None if tree is None else tree.depth
-        prompts = list(prompts)
+        prompts, stops = check_call(model, prompts, cache, stop_ids)
         self.sampling = sampling_params("generate", len(prompts), **numbers)
         self.verification: Verification = verification
         _check_verification(verification, proposer.name, self.tree_depth)
@@ -118,6 +119,7 @@ class Engine:
         limits = scheduling.limits(
             *(model, prompts, max_tokens, max_requests, cache, chunk_size),
             vocab_size=config.vocab_size,
+            num_drafts=self.tree_depth or config.num_drafts,
         )
         self.model = model
         self.device = api.device_of(model.params)
@@ -128,7 +130,7 @@ class Engine:
             max_tokens=max_tokens,
             num_drafts=config.num_drafts,
             chunk_size=chunk_size,
-            stop_ids=model.stop_ids if stop_ids is None else stop_ids,
+            stop_ids=stops,
             tree_depth=self.tree_depth,
             drafting=drafting,
         )
@@ -194,6 +196,7 @@ class Engine:
 
     def run(self, on_tokens: OnTokens | None = None) -> Report:
         """Steps until every prompt is done."""
+        check_on_tokens(on_tokens)
         if not self.scheduler.policy.has_costs:
             self.warmup()
         begin = time.perf_counter()

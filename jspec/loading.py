@@ -53,7 +53,8 @@ def load(
     """Loads a target model, or, with `target`, a drafter for it.
 
     Args:
-      path: a Hugging Face folder (config.json and safetensors), or a GGUF file.
+      path: a Hugging Face folder (config.json and safetensors), a GGUF file, or `owner/name` or
+        `owner/name@revision` of a model on the Hugging Face hub: see `jspec.checkpoint.resolve`.
       dtype: of the weights in memory; what the file holds is converted. By default bfloat16 for a
         target and the target's own for a drafter. Prefer float32 on a CPU, where XLA's bfloat16 is
         several times slower.
@@ -67,9 +68,9 @@ def load(
       The target; or a Drafter, whose config and params `jspec.init` takes.
 
     Raises:
-      FileNotFoundError: a file is missing.
+      FileNotFoundError: a file is missing, or no model has that name.
       KeyError: no such method.
-      TypeError: an option that the method does not have.
+      TypeError: `path` is no path, `target` no Model, or an option that the method does not have.
       ValueError: a file is damaged, the architecture or an option of it is not supported, tensors
         and config do not fit (all are listed), or the checkpoint is not one method's.
 
@@ -78,6 +79,7 @@ def load(
       drafter = jspec.load("path/to/EAGLE3-LLaMA3.1-Instruct-8B", target=model)
       jspec.generate(model, prompts, drafter.config, drafter.params, max_tokens=64)
     """
+    path = checkpoints.resolve(path)
     if target is None:
         given = {"method": method, "num_drafts": num_drafts} | options
         given = [name for name, value in given.items() if value is not None]
@@ -93,6 +95,8 @@ def load(
             f"load: `target` is a {type(target).__name__}, wanted a Model. Pass what "
             "jspec.load(path) returned for the target."
         )
+    if num_drafts is not None:
+        check_at_least("load", 1, num_drafts=num_drafts)
     dtype = check_float_dtype("load", target.params["embed"].dtype if dtype is None else dtype)
     proposer = None if method is None else _find(method)
     checkpoint = _open(path)
@@ -103,11 +107,12 @@ def load(
     _check_positions(proposer, checkpoint.config)
     drafter = proposer.load(checkpoint, target, dtype=dtype, num_drafts=num_drafts, **options)
     most = target.config.max_positions
-    if num_drafts is None and drafter.config.num_drafts >= most:
+    if drafter.config.num_drafts >= most:
+        says = "is configured for" if num_drafts is None else "is to make"
         raise ValueError(
-            f"{path} is configured for {drafter.config.num_drafts} drafts (block_size or "
-            f"speculative_tokens), and its target for {most} positions, which they cannot fill. "
-            "Pass num_drafts=."
+            f"{path} {says} {drafter.config.num_drafts} drafts (block_size or speculative_tokens, "
+            f"or num_drafts=), and its target has {most} positions, which they cannot fill. Pass a "
+            "lower num_drafts=."
         )
     return drafter
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -110,7 +110,7 @@ class Scheduler:
         max_tokens: int,
         num_drafts: int,
         chunk_size: int,
-        stop_ids: Sequence[int],
+        stop_ids: Collection[int],
         tree_depth: int | None = None,
         drafting: Drafting | None = None,
     ):
@@ -325,11 +325,13 @@ def limits(
     chunk_size: int,
     *,
     vocab_size: int | None = None,
+    num_drafts: int = 0,
 ) -> CacheConfig:
     """Checks the arguments; without a `cache`, returns sizes that just hold the prompts.
 
     Args:
       vocab_size: the drafter's, where it has one; it may be smaller than the target's.
+      num_drafts: most drafts that can follow each other.
     """
     check_at_least(
         "generate", 1, max_tokens=max_tokens, max_requests=max_requests, chunk_size=chunk_size
@@ -350,12 +352,17 @@ def limits(
                 "no token can be added. Shorten it, or raise CacheConfig.max_model_len."
             )
     longest = max((min(len(p) + max_tokens, context) for p in prompts), default=1)
+    # Whole powers of two: calls of alike size share their executables.
+    size = min(context, max(64, 1 << (longest - 1).bit_length())) if cache is None else context
+    if num_drafts >= size:
+        raise ValueError(
+            f"generate: `num_drafts` is {num_drafts}, and requests have at most {size} tokens "
+            "(max_model_len), which drafts cannot fill. Lower num_drafts."
+        )
     if cache is None:
-        # Whole powers of two: calls of alike size share their executables.
-        max_model_len = min(context, max(64, 1 << (longest - 1).bit_length()))
-        num_pages = math.ceil(max_model_len / 16) * max_requests
+        num_pages = math.ceil(size / 16) * max_requests
         dtype = str(jax.tree.leaves(model.params)[0].dtype)
-        return CacheConfig(num_pages=num_pages, max_model_len=max_model_len, dtype=dtype)
+        return CacheConfig(num_pages=num_pages, max_model_len=size, dtype=dtype)
     needed = math.ceil(longest / cache.page_size)
     if needed > cache.num_pages:
         raise ValueError(

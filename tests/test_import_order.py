@@ -14,7 +14,7 @@ LEVELS = (
     ("proposers",),
     ("_boundary", "_warmed"),
     ("api", "loading", "saving", "adaptive"),
-    ("sampling_params", "scheduling", "target"),
+    ("arguments", "sampling_params", "scheduling", "target"),
     ("engine",),
     ("decode",),
     ("measure", "replay"),

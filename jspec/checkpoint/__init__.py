@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jspec.checkpoint.agreement import decoder_reasons, explained, model_config
 from jspec.checkpoint.assemble import assemble
 from jspec.checkpoint.base import Checkpoint, check_layers, stored_dtype
+from jspec.checkpoint.hub import resolve
 from jspec.checkpoint.safetensors import read_folder
 from jspec.checkpoint.weight_files import check_file
 from jspec.config import ModelConfig, check_float_dtype
@@ -24,6 +25,7 @@ __all__ = [
     "check_layers",
     "read",
     "read_folder",
+    "resolve",
     "stored_dtype",
 ]
 

@@ -21,8 +21,9 @@ _EXPLAINED = (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportErro
 
 _EPILOG = """Each command has examples: python -m jspec generate --help
 
-exit codes: 0; 1 after an error, told in one line, or where a drafter of bench or demo changed a
-token of plain decoding; 2 where the words do not parse; 130 after Ctrl-C.
+exit codes: 0; 1 after an error, told in one line, or where a drafter changed a token of plain
+decoding in float32 (bench, demo, generate --compare-plain); 2 where the words do not parse; 130
+after Ctrl-C.
 """
 
 

@@ -71,7 +71,7 @@ def add_to(commands: Any) -> None:
     )
     convert.set_defaults(run=_run)
     add = convert.add_argument
-    add("source", help="Hugging Face folder, .gguf file, or folder of jspec.save")
+    add("source", help="Hugging Face folder or owner/name, .gguf file, or folder of jspec.save")
     add("destination", help="folder to make; it must not exist")
     add(
         "--to",

@@ -85,6 +85,13 @@ def of_drafting(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
+def seeds(arguments: argparse.Namespace) -> list[int | None]:
+    """Lists the seeds of a prompt's samples; None for greedy decoding."""
+    if not arguments.temperature:
+        return [None]
+    return [(arguments.seed or 0) + n for n in range(arguments.num_samples)]
+
+
 def keeps_tokens(arguments: argparse.Namespace) -> bool:
     """Whether drafts leave each token as plain decoding has it, not its distribution alone."""
     return arguments.verification in (None, "match") or not arguments.temperature

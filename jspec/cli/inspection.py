@@ -53,7 +53,7 @@ def add_to(commands: Any) -> None:
     )
     inspect.set_defaults(run=_run)
     add = inspect.add_argument
-    add("path", help="model folder, drafter folder, .gguf file, folder of jspec.save, or smollm2")
+    add("path", help=f"{models.HELP}; or a drafter's")
     add("--target", metavar="PATH", help="look at the path as a drafter for this model")
     add("--method", help="--target: method of the drafter (default: the one that recognises it)")
     add("--max-requests", type=int, default=8, help="requests at the same time (default: 8)")

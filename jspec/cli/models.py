@@ -1,5 +1,6 @@
 """Models that the words of a command name."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from jspec.loading import load
 from jspec.saving import restore
 from jspec.text import Tokenizer
 from jspec.text.chat import choose_template
+
+HELP = "model folder, .gguf file, owner/name on the Hugging Face hub, or smollm2 (fetched)"
 
 
 def dtype_of(path: Path) -> str:
@@ -27,19 +30,38 @@ def check_dtype(dtype: str) -> None:
 
 
 def find(option: str, name: str) -> Path:
-    """Returns where a model lies on disk; SmolLM2 is fetched.
+    """Returns where a model lies on disk; SmolLM2 and models of the hub are fetched.
 
     Raises:
-      ValueError: nothing is there.
+      ValueError, FileNotFoundError: nothing is there.
     """
     if name == "smollm2":
         return fetch_smollm2(progress=False)
-    if not name or not Path(name).exists():
-        raise ValueError(
-            f"{option} {name!r} does not exist. Pass a Hugging Face model folder, a .gguf file, a "
-            "folder of jspec.save, or smollm2, which is fetched."
-        )
-    return Path(name)
+    return find_on_disk(
+        option,
+        name,
+        "Pass a Hugging Face model folder, owner/name of a model on the hub, a .gguf file, a "
+        "folder of jspec.save, or smollm2, which is fetched.",
+    )
+
+
+def find_on_disk(option: str, name: str, wanted: str) -> Path:
+    """Returns where a model or drafter lies; one of the hub may be fetched.
+
+    Args:
+      option: that names it.
+      name: path, or owner/name on the hub.
+      wanted: how an error ends.
+
+    Raises:
+      ValueError, FileNotFoundError: nothing is there.
+    """
+    path = checkpoint.resolve(name, option)
+    if not name or not path.exists():
+        raise ValueError(f"{option} {name!r} does not exist. {wanted}")
+    if path != Path(name):
+        print(f"jspec: {option} {name} is {path}", file=sys.stderr)
+    return path
 
 
 def is_saved(path: Path) -> bool:

@@ -1,12 +1,16 @@
 """Prompts that the words of a command name: texts, files, JSON lines."""
 
 import argparse
+import io
+import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+from jspec.config import ModelConfig
+from jspec.metadata import check_prompt
 from jspec.text import Tokenizer
 
 Prompt: TypeAlias = str | list[dict[str, str]]
@@ -18,6 +22,54 @@ _KEYS = ("role", "content")
 _UNSUPPORTED = ("tools", "documents", "chat_template_kwargs")
 """What a line may have beside messages, for templates that take it."""
 
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+"""Byte-order marks."""
+
+
+class Asked(NamedTuple):
+    """A prompt of a command.
+
+    Attributes:
+      prompt: text or conversation.
+      place: where it stands, for errors: option, file, line.
+    """
+
+    prompt: Prompt
+    place: str
+
+
+class Encoded(NamedTuple):
+    """Prompts that can be decoded.
+
+    Attributes:
+      asked: as they were written.
+      ids: their tokens.
+      num_skipped: prompts that were left out.
+    """
+
+    asked: list[Asked]
+    ids: list[list[int]]
+    num_skipped: int
+
+
+class BadPrompts:
+    """Takes the errors of prompts that cannot be decoded: raises the first, or counts them.
+
+    Args:
+      skip: whether they are left out, each with a line on standard error.
+    """
+
+    def __init__(self, skip: bool = False):
+        self._skip = skip
+        self.num_skipped = 0
+
+    def take(self, error: ValueError) -> None:
+        """Raises the error, or prints it and counts the prompt."""
+        if not self._skip:
+            raise error
+        print(f"jspec: skipped: {error}", file=sys.stderr)
+        self.num_skipped += 1
+
 
 def add_options(add: Callable[..., Any]) -> None:
     """Adds the options of prompts to a command."""
@@ -27,12 +79,24 @@ def add_options(add: Callable[..., Any]) -> None:
         action="append",
         metavar="FILE",
         help='a text file is one prompt; a .jsonl file has one a line, {"prompt": "..."} or '
-        '{"messages": [...]}; - reads one from standard input',
+        '{"messages": [...]}; - is standard input; pipes are read',
     )
 
 
 def add_form_options(add: Callable[..., Any]) -> None:
-    """Adds the options of how prompts become tokens to a command."""
+    """Adds the options of how prompts are read and become tokens to a command."""
+    add(
+        "--prompt-format",
+        choices=("text", "jsonl"),
+        help="of files of prompts and of standard input (default: jsonl where the name ends in "
+        ".jsonl, else text)",
+    )
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="leave prompts out that are malformed, empty or too long (default: an error that "
+        "names the first, and none is decoded)",
+    )
     add("--raw", action="store_true", help="continue the text itself, without the chat template")
     add(
         "--no-special-tokens",
@@ -57,82 +121,157 @@ def check_form(arguments: argparse.Namespace) -> None:
         )
 
 
-def read(arguments: argparse.Namespace) -> list[Prompt]:
+def read(arguments: argparse.Namespace, bad: BadPrompts) -> list[Asked]:
     """Collects the prompts of a command: those of `--prompt`, then those of the files.
 
+    Args:
+      arguments: the command's.
+      bad: what becomes of lines that are no prompt.
+
     Raises:
-      ValueError: there is none, a line is no prompt, or a file is no text. OSError: a file cannot
+      ValueError: there is no prompt, a line is none, or a file is no text. OSError: a file cannot
         be read.
     """
-    prompts: list[Prompt] = [_checked(text, "--prompt") for text in arguments.prompt or ()]
+    texts = arguments.prompt or ()
+    asked = []
+    for number, text in enumerate(texts, start=1):
+        place = "--prompt" if len(texts) == 1 else f"--prompt {number}"
+        asked.append(Asked(_checked(text, place), place))
     for name in arguments.prompt_file or ():
-        prompts += read_file(name)
-    if not prompts:
+        asked += read_file(name, bad, arguments.prompt_format)
+    if not asked:
         raise ValueError("there is no prompt. Pass --prompt TEXT or --prompt-file FILE.")
-    return prompts
+    return asked
 
 
-def read_file(name: str) -> list[Prompt]:
-    """Reads a file of prompts; one that does not end in .jsonl is a single one.
+def read_file(
+    name: str, bad: BadPrompts, prompt_format: str | None = None, most: int | None = None
+) -> list[Asked]:
+    """Reads a file or pipe of prompts, "-" being standard input.
+
+    Args:
+      name: of the file.
+      bad: what becomes of lines that are no prompt.
+      prompt_format: "jsonl" has a prompt a line, "text" is a single one; None = by the name.
+      most: most prompts to read; None = all.
 
     Raises: as `read`.
     """
-    if name != "-" and not Path(name).is_file():
+    text = _read_text(name)
+    title = "standard input" if name == "-" else name
+    is_jsonl = (
+        name.lower().endswith(".jsonl") if prompt_format is None else prompt_format == "jsonl"
+    )
+    if not is_jsonl:
+        return [Asked(_checked(text.removesuffix("\n"), title), title)]
+    asked = list(itertools.islice(_lines(text, title, bad), most))
+    if not asked:
+        raise ValueError(f"{title} holds no prompt, wanted one a line. Add some.")
+    return asked
+
+
+def _read_text(name: str) -> str:
+    path = Path(name)
+    if name != "-" and path.is_dir():
+        raise ValueError(f"{name} is a folder, wanted a file of prompts. Pass a file in it.")
+    if name != "-" and not path.exists():
         raise ValueError(f"{name} is no file. Pass a text file, or a .jsonl file of prompts.")
-    try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
-        text = text.removeprefix("\ufeff")  # some editors begin UTF-8 files with it
+    data = sys.stdin.buffer.read() if name == "-" else path.read_bytes()
+    if data.startswith(_UTF16):
+        raise ValueError(
+            f"{name} is UTF-16 text, wanted UTF-8. Save it as UTF-8 (iconv -f UTF-16 -t UTF-8)."
+        )
+    try:  # without the mark that some editors begin UTF-8 files with; lines end in \n
+        return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is no UTF-8 text ({error}). Save it as UTF-8.") from error
-    if not name.endswith(".jsonl"):
-        return [_checked(text.removesuffix("\n"), name)]
-    lines = enumerate(text.split("\n"), start=1)
-    prompts = [_parse(line, f"{name}, line {number}") for number, line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"{name} holds no prompt, wanted one a line. Add some.")
-    return prompts
+
+
+def _lines(text: str, title: str, bad: BadPrompts) -> Iterator[Asked]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        place = f"{title}, line {number}"
+        if line.strip():
+            try:
+                yield Asked(_parse(line, place), place)
+            except ValueError as error:
+                bad.take(error)
 
 
 def encode(
-    tokenizer: Tokenizer, prompts: Sequence[Prompt], *, raw: bool, special_tokens: bool = True
-) -> list[list[int]]:
-    """Encodes prompts in the model's chat form, or as they stand.
+    tokenizer: Tokenizer,
+    asked: Sequence[Asked],
+    bad: BadPrompts,
+    *,
+    model: ModelConfig,
+    vocab_sizes: Iterable[int | None] = (),
+    raw: bool,
+    special_tokens: bool = True,
+) -> Encoded:
+    """Encodes prompts in the model's chat form, or as they stand, and checks their tokens.
 
     Texts for a model without a chat template are taken as they stand, and a line on standard error
     says so.
 
     Args:
       tokenizer: the model's.
-      prompts: of `read`.
-      raw: whether they are taken as they stand.
+      asked: of `read`.
+      bad: what becomes of prompts that cannot be decoded.
+      model: the target's config.
+      vocab_sizes: of the drafters, where they have one.
+      raw: whether prompts are taken as they stand.
       special_tokens: whether texts that are taken as they stand get what the tokenizer adds to
         every text, such as BOS.
 
     Raises:
-      ValueError: a conversation is to be taken as it stands, or its template does not take it.
+      ValueError: a conversation is to be taken as it stands, its template does not take it, or its
+        tokens do not fit the model; or no prompt is left.
     """
-    if raw and not all(isinstance(prompt, str) for prompt in prompts):
-        raise ValueError(
-            'messages have no text to continue as it stands. Leave out --raw, or pass {"prompt": '
-            '"..."} lines.'
-        )
-    texts = [_only_text(prompt) for prompt in prompts]
-    if not raw and not tokenizer.chat_template and None not in texts:
+    texts = [_only_text(each.prompt) for each in asked]
+    if not raw and not tokenizer.chat_template and any(text is not None for text in texts):
         print(
             "jspec: the model has no chat template: prompts are continued as they stand, as with "
             "--raw. --chat-template FILE puts them in a form.",
             file=sys.stderr,
         )
-        raw = True
-    if raw:
-        return [tokenizer.encode(text or "", add_special=special_tokens) for text in texts]
-    ids = []
-    for index, prompt in enumerate(prompts):
+    vocab_size = min([model.vocab_size, *(size for size in vocab_sizes if size is not None)])
+    kept, ids = [], []
+    for each in asked:
         try:
-            ids.append(tokenizer.chat(prompt))
+            tokens = _encode(tokenizer, each, raw, special_tokens)
+            _check_tokens(each.place, tokens, model.max_positions, vocab_size)
         except ValueError as error:
-            raise ValueError(f"prompts[{index}]: {error}") from error
-    return ids
+            bad.take(error)
+        else:
+            kept.append(each)
+            ids.append(tokens)
+    if not kept:
+        raise ValueError(f"no prompt is left: {bad.num_skipped} were skipped. Correct them.")
+    return Encoded(kept, ids, bad.num_skipped)
+
+
+def _encode(tokenizer: Tokenizer, asked: Asked, raw: bool, special_tokens: bool) -> list[int]:
+    prompt, place = asked
+    if raw and not isinstance(prompt, str):
+        raise ValueError(
+            f"{place}: messages have no text to continue as it stands. Leave out --raw, or pass "
+            '{"prompt": "..."} lines.'
+        )
+    text = _only_text(prompt)
+    if raw or (text is not None and not tokenizer.chat_template):
+        return tokenizer.encode(text or "", add_special=special_tokens)
+    try:
+        return tokenizer.chat(prompt)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _check_tokens(place: str, tokens: list[int], max_positions: int, vocab_size: int) -> None:
+    if len(tokens) >= max_positions:
+        raise ValueError(
+            f"{place}: the prompt has {len(tokens)} tokens, and the model takes {max_positions}, a "
+            "new one included. Shorten it, or leave such prompts out with --skip-bad."
+        )
+    check_prompt(place, tokens, max_len=max_positions, vocab_size=vocab_size)
 
 
 def _only_text(prompt: Prompt) -> str | None:
