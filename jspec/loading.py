@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jspec import checkpoint as checkpoints
 from jspec import proposers
 from jspec.checkpoint import Checkpoint, Model
-from jspec.config import check_float_dtype
+from jspec.config import check_at_least, check_float_dtype
 from jspec.options import did_you_mean
 from jspec.proposers.base import Drafter, Proposer
 

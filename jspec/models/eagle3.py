@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.axes import AnyArray
 from jspec.cache import KVCache
-from jspec.config import ModelConfig
+from jspec.config import ModelConfig, check_at_least
 from jspec.models import weights
 from jspec.models.layers import (
     MLP,
