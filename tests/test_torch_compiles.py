@@ -1,6 +1,7 @@
 """What a step never waits for: compilation, whatever width, layout and size its tensors have."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,13 @@ def make(name, **speculative):
     init = proposers.find(method).init_params
     params = None if init is None else init(config, jax.random.key(0), "float32")
     drafter.set_drafter(config, jax.device_put(params, drafter._jax_device))
+    return drafter
+
+
+@functools.cache
+def warmed(name):
+    drafter = make(name)
+    drafter.warmup()
     return drafter
 
 
@@ -123,8 +131,7 @@ def variants(given):
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if not name.startswith("Medusa")])
 def test_no_width_or_layout_of_an_integer_compiles_in_a_step(name):
-    drafter = make(name)
-    drafter.dummy_run(6)
+    drafter = warmed(name)
     given = step(drafter, [2, 1, 3])
     without = {"num_rejected_tokens_gpu": None} if name in WITH_METADATA else {}
     wanted, num_calls = None, 0
@@ -141,8 +148,7 @@ def test_no_width_or_layout_of_an_integer_compiles_in_a_step(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_after_warmup_no_step_compiles_whatever_its_size(name, rng):
-    drafter = make(name)
-    drafter.warmup()
+    drafter = warmed(name)
     with backend_compiles() as compiled:
         for _ in range(40):
             lengths = rng.multinomial(
@@ -155,7 +161,8 @@ def test_after_warmup_no_step_compiles_whatever_its_size(name, rng):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_captured_sizes_serve_all_smaller_steps(name):
     """As CUDA graphs of vLLM's do: 16 rows and 1 row were captured, and 2 to 15 take 16."""
-    drafter, alone = make(name), make(name)
+    drafter, alone = make(name), warmed(name)
+    alone._memory = None  # of other tests
     for num_tokens in (16, 1):
         drafter.dummy_run(num_tokens, is_graph_capturing=True)
     with backend_compiles() as compiled:
