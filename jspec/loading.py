@@ -110,7 +110,7 @@ def load(
         says = "is configured for" if num_drafts is None else "is to make"
         raise ValueError(
             f"{path} {says} {drafter.config.num_drafts} drafts, and its target has {most} "
-            "positions, which they cannot fill. Pass a lower num_drafts=."
+            "positions, which they cannot fill. Pass num_drafts=, a smaller number."
         )
     return drafter
 
