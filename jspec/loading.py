@@ -111,8 +111,8 @@ def load(
         says = "is configured for" if num_drafts is None else "is to make"
         raise ValueError(
             f"{path} {says} {drafter.config.num_drafts} drafts (block_size or speculative_tokens, "
-            f"or num_drafts=), and its target has {most} positions, which they cannot fill. Pass a "
-            "lower num_drafts=."
+            f"or num_drafts=), and its target has {most} positions, which they cannot fill. Pass "
+            "num_drafts=, a smaller number."
         )
     return drafter
 

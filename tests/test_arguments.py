@@ -150,5 +150,7 @@ def test_more_drafts_than_a_request_has_tokens_are_refused(function, cache, mode
 
 def test_a_drafter_that_is_to_make_more_drafts_than_its_target_has_positions_is_refused(model):
     most = model.config.max_positions
-    with pytest.raises(ValueError, match=f"to make {most} drafts.*{most} positions.*lower num"):
+    with pytest.raises(
+        ValueError, match=f"to make {most} drafts.*{most} positions.*Pass num_drafts=, a smaller"
+    ):
         jspec.load(GOLDEN / "models" / "draft_llama_small", target=model, num_drafts=most)
