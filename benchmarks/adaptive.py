@@ -57,7 +57,7 @@ CELLS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", default=",".join(CELLS), help="some of: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
     parser.add_argument("--prompts", type=int, default=2, help="prompts at batch 1 (default: 2)")

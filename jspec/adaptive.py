@@ -215,7 +215,8 @@ class ByEarnings:
     def take_costs(self, passes: Mapping[int, float], drafts: Mapping[int, float]) -> None:
         """Starts with costs, those that the loop measured or the user's."""
         self.costs = Meter(passes, drafts)
-        self._allowance = self.costs.draft(self.levels[-1]) - self.costs.draft(self.levels[0])
+        if self.probe_share:  # the first step makes all drafts
+            self._allowance = self.costs.draft(self.levels[-1]) - self.costs.draft(self.levels[0])
         self._pool = Acceptance([_FIRST_CHANCE] * self._depth, _POOL_MEMORY)
 
     def start(self, slot: int) -> None:

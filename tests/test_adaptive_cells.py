@@ -112,10 +112,13 @@ def tokens_per_second(monkeypatch, kind, temperature, max_requests, config, **op
 
 
 @functools.cache
-def plain(*cell):
+def plain(kind, temperature, max_requests):
     never = jspec.BatchSizeSchedule([(1, 1, 0)])
     with pytest.MonkeyPatch.context() as patch:
-        return tokens_per_second(patch, *cell, jspec.NgramConfig(num_drafts=1), drafting=never)
+        return tokens_per_second(
+            *(patch, kind, temperature, max_requests, jspec.NgramConfig(num_drafts=1)),
+            drafting=never,
+        )
 
 
 CELLS = list(itertools.product(("copy", "humaneval", "chat"), (0.0, 0.8), (1, 8)))
