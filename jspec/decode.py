@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jspec import scheduling
-from jspec.adaptive import Adaptive, BatchSizeSchedule
+from jspec.adaptive import Drafting
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig
 from jspec.engine import Engine, Report
@@ -38,7 +38,7 @@ def generate(
     chunk_size: int = 64,
     stop_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
-    drafting: Adaptive | BatchSizeSchedule | None = None,
+    drafting: Drafting | None = None,
     temperature: float | Sequence[float] | None = None,
     seed: int | Sequence[int] | None = None,
     top_k: int | Sequence[int] | None = None,
@@ -62,7 +62,8 @@ def generate(
       chunk_size: most rows of a pass; longer prompts are read in chunks.
       stop_ids: ids that end a request; by default the model's.
       on_tokens: called after each step for each request that got tokens.
-      drafting: how much a step drafts and verifies; None = all that the drafter can draft.
+      drafting: how much a step drafts and verifies; None = `Adaptive()`: what is expected to give
+        the most tokens a second. "fixed" = `num_drafts` tokens in every step.
       temperature: of all prompts, or one for each; None and 0 are greedy (below 1.2e-38, too).
       seed: as `temperature`; by default 0. Prompts that are alike and share a seed get the same
         tokens.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jspec import adaptive
-from jspec.adaptive import Adaptive, BatchSizeSchedule
+from jspec.adaptive import Drafting
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig, check_at_least
@@ -84,7 +84,7 @@ class Scheduler:
     A step has one of few shapes (flat rows, most logits rows a request), so that few executables
     serve a whole run: one row a request, drafts after it, or a chunk of some prompt. Drafts take
     the smallest shape that holds them; there is one for each number of drafts that `drafting` may
-    ask for, without it one.
+    ask for.
 
     Args:
       prompts: token ids.
@@ -95,7 +95,7 @@ class Scheduler:
       chunk_size: most rows of a step that reads prompts.
       stop_ids: ids that end a request.
       tree_depth: where drafts form trees: most of them that can be accepted in a step.
-      drafting: how many tokens are drafted and verified; None = as many as possible.
+      drafting: how many tokens are drafted and verified; as `jspec.generate`.
 
     Attributes:
       num_drafts: how many tokens to draft after the step that was scheduled last.
@@ -112,7 +112,7 @@ class Scheduler:
         chunk_size: int,
         stop_ids: Sequence[int],
         tree_depth: int | None = None,
-        drafting: Adaptive | BatchSizeSchedule | None = None,
+        drafting: Drafting | None = None,
     ):
         self.policy = adaptive.policy(
             drafting, num_drafts=num_drafts, max_requests=max_requests, tree_depth=tree_depth
@@ -206,7 +206,7 @@ class Scheduler:
         verified: np.ndarray,
         drafts: Drafts,
         on_tokens: OnTokens | None = None,
-    ) -> tuple[int, list[int]]:
+    ) -> list[int]:
         """Adds a step's tokens to its requests, and counts them.
 
         A request ends with its first stop token; tokens after it are dropped and not counted.
@@ -218,9 +218,9 @@ class Scheduler:
           on_tokens: called for each request that got tokens.
 
         Returns:
-          (num_tokens, ended): tokens gained, and the slots of requests that are done.
+          The slots of requests that are done.
         """
-        num_tokens, ended = 0, []
+        ended = []
         for b, row in enumerate(rows):
             request = self.running[row.slot]
             request.num_computed += len(row.token_ids) - row.num_drafts
@@ -237,7 +237,6 @@ class Scheduler:
                 self.stats.observe_draft(num_drafts, num_accepted)
             request.num_computed += num_accepted
             request.tokens += kept
-            num_tokens += len(kept)
             request.drafts = drafts.tokens[b, : drafts.num_drafts[b]].tolist()
             if drafts.parents is not None:
                 request.parents = drafts.parents[b, : drafts.num_drafts[b]].tolist()
@@ -251,7 +250,7 @@ class Scheduler:
                 self.free_pages += request.pages
                 del self.running[row.slot]
                 ended.append(row.slot)
-        return num_tokens, ended
+        return ended
 
     def pack(self, rows: Sequence[Rows], num_rows: int) -> Scheduled:
         """Lays a step's rows out, padded to one of the shapes."""

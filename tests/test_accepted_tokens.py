@@ -164,7 +164,7 @@ def loop(name):
         numbers = {key: MIXED[key] for key in ("temperature", "seed")}
         return *twin(), numbers | {"verification": "rejection"}, numbers
     if name == "adaptive":
-        costs = Costs({3: 1.0, 9: 1.1, 15: 1.2}, {0: 0.0, 2: 0.1, 4: 0.1})
+        costs = Costs({3: 1.0, 6: 1.1, 15: 1.2}, {0: 0.0, 1: 0.1, 4: 0.1})
         return *always_right(), {"drafting": Adaptive(costs=costs)}, {}
     return *always_right(), {}, {}
 

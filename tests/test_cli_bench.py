@@ -41,7 +41,7 @@ def run(*words):
 def test_every_method_gets_a_row_with_every_number(folder, suite, tmp_path, capfd, sampled):
     picture = tmp_path / "bench.png"
     words = ["--model", folder, "--suite", suite, "--drafter", f"draft_model={HEAD}"]
-    words += ["--num-drafts", 2, "--max-tokens", 10, "--batch-size", 2, "--raw"]
+    words += ["--num-drafts", 2, "--max-tokens", 10, "--batch-size", 2, "--raw", "--no-adaptive"]
     words += ["--methods", "suffix,draft_model", "--picture", picture, "--json"]
     if sampled:
         words += ["--temperature", 0.7, "--seed", 5]

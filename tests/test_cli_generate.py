@@ -64,16 +64,20 @@ def test_sampled_text_depends_on_the_seed_and_not_on_the_drafts(folder, file, ca
 
 def test_chance_is_not_compared_token_by_token(folder, file, capfd):
     words = ["--model", folder, "--prompt-file", file, "--temperature", 1.5, "--num-drafts", 2]
-    words += ["--drafter", folder, "--draft-sampling", "probabilistic"]
+    words += ["--drafter", folder, "--draft-sampling", "probabilistic", "--no-adaptive"]
     result = texts(capfd, *words, "--verification", "block", "--compare-plain")
     assert result["identical_to_plain"] is None and result["speedup"] > 0
     # The drafter is its own target: what it draws is kept, all but the drafts past a text's end.
     assert result["acceptance_rate"] > 0.9
 
 
-def test_adaptive_drafting_keeps_the_text(folder, file, capfd):
-    words = ["--model", folder, "--prompt-file", file, "--num-drafts", 2, "--adaptive"]
-    assert texts(capfd, *words, "--compare-plain")["identical_to_plain"] is True
+@pytest.mark.parametrize("words", [["--adaptive"], ["--no-adaptive"]])
+def test_adaptive_drafting_keeps_the_text(words, folder, file, capfd):
+    words = ["--model", folder, "--prompt-file", file, "--num-drafts", 2, *words]
+    result = texts(capfd, *words, "--compare-plain")
+    assert result["identical_to_plain"] is True
+    if "--no-adaptive" in words:
+        assert result["draft_tokens"] > 0
 
 
 def test_saved_folders_stand_for_what_they_were_made_from(folder, saved, capfd):

@@ -115,6 +115,7 @@ def test_text_is_put_in_the_chat_form_unless_it_is_raw():
         (["--batch-size", "0"], "--batch-size"),
         (["--draft-sampling", "greedy", "--temperature", "1"], "no effect without --drafter"),
         (["--method", "none", "--adaptive"], "--adaptive has no effect with --method none"),
+        (["--method", "none", "--no-adaptive"], "--no-adaptive has no effect with --method none"),
         (["--prompt-file", "nowhere"], "nowhere is no file"),
     ],
 )

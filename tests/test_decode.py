@@ -53,7 +53,11 @@ def test_plain_decoding_gives_the_golden_continuations(plain, golden):
 def test_speculation_equals_plain_decoding(model, prompts, plain, name, num_drafts, max_requests):
     config = REGISTRY[name].Config(num_drafts=num_drafts, **OPTIONS.get(name, {}))
     report = jspec.generate(
-        model, prompts, config, max_tokens=NUM_TOKENS, max_requests=max_requests, stop_ids=()
+        *(model, prompts, config),
+        max_tokens=NUM_TOKENS,
+        max_requests=max_requests,
+        stop_ids=(),
+        drafting="fixed",
     )
     assert report.generations == plain.generations
     assert report.stats.num_accepted_tokens > 50  # it did speculate
@@ -131,6 +135,7 @@ def test_a_warmed_loop_never_compiles(model, prompts, name):
 def test_a_device_drafter_is_read_once_a_step(model, prompts, name, monkeypatch):
     config = REGISTRY[name].Config(num_drafts=3, **OPTIONS.get(name, {}))
     engine = Engine(model, prompts[:2], config, max_tokens=12, max_requests=2, stop_ids=())
+    engine.warmup()
     reads = []
     device_get = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(1) or device_get(tree))

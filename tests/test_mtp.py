@@ -165,7 +165,8 @@ def test_the_chain_gives_the_recorded_logits_and_tokens(recorded):
 def test_generated_text_is_the_recorded_continuation_whatever_is_drafted(recorded):
     model, (config, params), data = recorded
     prompts = [data[f"prompt_{i}"].tolist() for i in range(3)]
-    report = jspec.generate(model, prompts, config, params, max_tokens=16, stop_ids=())
+    run = {"max_tokens": 16, "stop_ids": (), "drafting": "fixed"}
+    report = jspec.generate(model, prompts, config, params, **run)
     for i, generation in enumerate(report.generations):
         assert (data[f"continuation_gap_{i}"] > 1e-3).all()
         assert generation.tokens == data[f"continuation_{i}"].tolist()

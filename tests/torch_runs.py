@@ -136,6 +136,7 @@ def run(
         chunk_size=chunk_size,
         stop_ids=(),
         cache=limits,
+        drafting="fixed",
     )
     if config is None:
         speculative |= options_of(method) | {"num_drafts": drafter.num_drafts}

@@ -178,7 +178,7 @@ def replay(
     assert config.num_drafts == case["num_speculative_tokens"]
     prompts = [data[f"prompt_{i}"].tolist() for i in range(case["num_prompts"])]
     longest = max(len(data[f"full_output_{i}"]) for i in range(len(prompts)))
-    engine = {"max_requests": 3, "chunk_size": 8, "stop_ids": ()} | engine
+    engine = {"max_requests": 3, "chunk_size": 8, "stop_ids": (), "drafting": "fixed"} | engine
     # So many tokens that the end of a request cuts no recorded step.
     recorder = Recorder(
         *(model, prompts, config, params),

@@ -32,7 +32,11 @@ def add_options(add: Callable[..., Any]) -> None:
         help="with --temperature and --drafter: draft the best tokens (default), or draw them, of "
         "which verification by chance keeps more",
     )
-    add("--adaptive", action="store_true", help="draft as much as pays, by measurement")
+    add(
+        "--adaptive",
+        action=argparse.BooleanOptionalAction,
+        help="draft as much as pays, by measurement (default), or K tokens in every step",
+    )
 
 
 def check(arguments: argparse.Namespace, num_prompts: int) -> None:
@@ -74,7 +78,8 @@ def of_target(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def of_drafting(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what runs with a drafter take beside that."""
-    options: dict[str, Any] = {"drafting": Adaptive() if arguments.adaptive else None}
+    is_fixed = arguments.adaptive is False
+    options: dict[str, Any] = {"drafting": "fixed" if is_fixed else Adaptive()}
     if arguments.verification is not None:
         options["verification"] = arguments.verification
     return options

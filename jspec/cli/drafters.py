@@ -18,7 +18,7 @@ from jspec.tree import Tree
 # Options that set a field of a drafter's config; what they are where they are left out, None =
 # the config's own default.
 _OPTIONS: dict[str, tuple[str, Any]] = {
-    "num_drafts": ("num_drafts", 5),
+    "num_drafts": ("num_drafts", 7),
     "min_n": ("prompt_lookup_min", 2),
     "max_n": ("prompt_lookup_max", 4),
     "min_prob": ("min_token_prob", None),
@@ -29,7 +29,7 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
 
 def add_options(add: Callable[..., Any]) -> None:
     """Adds the options of drafters to a command."""
-    add("--num-drafts", type=int, metavar="K", help="drafts per step (default: 5)")
+    add("--num-drafts", type=int, metavar="K", help="most drafts per step (default: 7)")
     add("--min-n", type=int, help="ngram: shortest n-gram to look up (default: 2)")
     add("--max-n", type=int, help="ngram: longest n-gram to look up (default: 4)")
     add("--min-prob", type=float, help="suffix: least probability of a draft (default: 0.1)")

@@ -111,9 +111,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_plain(arguments: argparse.Namespace) -> None:
     """Refuses options of drafting where nothing drafts."""
-    for name in ("adaptive", "verification"):
-        if getattr(arguments, name):
-            raise ValueError(f"--{name} has no effect with --method none. Leave one out.")
+    given = {
+        "--adaptive": arguments.adaptive,
+        "--no-adaptive": arguments.adaptive is False,
+        "--verification": arguments.verification,
+    }
+    for option, value in given.items():
+        if value:
+            raise ValueError(f"{option} has no effect with --method none. Leave one out.")
 
 
 def _title(prompt: prompts.Prompt) -> str:

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jspec import measure, proposers
-from jspec.adaptive import Adaptive
 from jspec.checkpoint import Model
 from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.config import CacheConfig
@@ -20,7 +19,7 @@ from jspec.demo.picture import plot_acceptance
 from jspec.demo.prompts import Prompt, demo_prompts
 from jspec.loading import load
 
-NUM_DRAFTS = 5
+NUM_DRAFTS = 7
 METHODS = ("ngram", "ngram_gpu")
 NUM_PROMPTS = {"copy": 4, "humaneval": 3, "chat": 2}  # of the suite; what two cores do in time
 CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float32")
@@ -81,7 +80,7 @@ def _draft(model: Model, ids: list[list[int]], method: str, max_tokens: int, **k
     Config = proposers.find(method).Config
     config = Config(num_drafts=NUM_DRAFTS, prompt_lookup_min=2, prompt_lookup_max=4)
     sizes = {"max_tokens": max_tokens, "cache": CACHE}
-    return measure.run(model, ids, config, drafting=Adaptive(), **sizes, **kwargs)
+    return measure.run(model, ids, config, **sizes, **kwargs)
 
 
 def _show_one(
