@@ -40,7 +40,7 @@ PASSES = [
 ]
 
 
-def keep(passes, *, num_drafts=5, parents=None, tree_depth=None, drafting=None):
+def keep(passes, *, num_drafts=5, parents=None, tree_depth=None, drafting="fixed"):
     """Runs one step of a scheduler on the host; returns its counts and what it handed out."""
     scheduler = Scheduler(
         [[7]] * len(passes),

@@ -225,7 +225,8 @@ def test_steps_with_caps_for_each_request_are_warmed_where_asked_for(name):
     # A bucket of its own: elsewhere in this process the shapes may be compiled already.
     buckets = jspec.Buckets(requests=(B + 3,), tokens=(T + 3,), max_drafts=True)
     jspec.warmup(state, buckets)
-    state = jspec.admit(state, 0, CONTEXTS[0])
+    for slot in CONTEXTS:
+        state = jspec.admit(state, slot, CONTEXTS[slot])
     scheduled, verified = layout(state, num_requests=B + 3, num_rows=T + 3)
     scheduled = dataclasses.replace(scheduled, max_drafts=np.ones(B + 3, np.int32))
     with backend_compiles() as compiled:

@@ -150,6 +150,8 @@ def test_the_bridge_drafts_what_jspec_does_with_three_axes(name):
         num_pages=16, page_size=PAGE_SIZE, max_model_len=MAX_LEN, dtype="float32"
     )
     state = jspec.init(drafter.config, drafter._params, cache=cache, max_requests=2)
+    for slot in range(2):
+        state = jspec.admit(state, slot, [0])
 
     def ints(*values):
         return np.array(values, np.int32)
