@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEWEST_VENV := .venv-newest
 
-.PHONY: demo test test-all lint bench docs clean
+.PHONY: demo test test-all test-golden lint bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m jspec demo
@@ -13,9 +13,15 @@ test: $(VENV)/.test
 	JSPEC_TEST_QUICK=1 $(BIN)/python -m pytest -n 2 -m 'not gpu and not slow'
 	@PYTHON="$(BIN)/python" VENV="$(NEWEST_VENV)" .ci/test-newest
 
-# With the slow repetitions, compiled as users compile.
+# With the slow repetitions, compiled as users compile, and the check that a changed recording is
+# seen.
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m tests.mutations
+
+# All tests that compare with recordings: `JSPEC_GOLDEN=DIR make test-golden` takes those in DIR.
+test-golden: $(VENV)/.test
+	JSPEC_TEST_QUICK=1 $(BIN)/python -m pytest -n 2 -m 'recorded and not gpu'
 
 # torch_bridge needs PyTorch to be checked, which is not installed everywhere (see pyproject.toml).
 lint: $(VENV)/.test

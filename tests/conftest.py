@@ -14,7 +14,10 @@ from jaxtyping import install_import_hook
 
 # Annotations become checks before jspec is imported. Pytrees are left out (jspec.state, and the
 # cache): JAX rebuilds them around placeholders that are no arrays.
-_CHECKED = ("metadata", "verify", "metrics", "pallas", "models")
+_CHECKED = (
+    *("metadata", "verify", "metrics", "pallas", "models", "rejection", "sampling", "target"),
+    *("proposers._draft", "proposers._in_turn"),
+)
 install_import_hook([f"jspec.{name}" for name in _CHECKED], "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -47,6 +47,14 @@ class Case:
         self.is_parallel = self.path.endswith("parallel")
         assert self.forwards[0]["input_ids"].size and len(inputs["next_token_ids"])
 
+    def is_inside(self, forward):
+        """Whether each request's row of a later forward has a position below the limit."""
+        return self.position_of(forward) < self.max_model_len
+
+    def position_of(self, forward):
+        """Position of each request's row in a later forward, as if there were no limit."""
+        return self.last_position + forward + (not self.shift)
+
     def drafting_rows(self):
         """Rows of the first pass that drafts are picked from: [B, K in parallel, else 1]."""
         kept = self.last_index - self.start[:-1] + (not self.shift)
@@ -152,13 +160,15 @@ def propose(case, batch, steps=None):
         } | {"count": count + 1}
         return out, feedback if case.shift else None, record
 
-    parallel_hidden = case.inputs.get("parallel_drafting_hidden_state")
+    is_masked = case.shift and case.is_parallel
     model = DraftModel(
         run=run,
         logits=functools.partial(toy_logits, vocab_size=case.vocab_size),
         vocab_size=case.vocab_size,
         mask_token=case.parallel_drafting_token_id,
-        mask_hidden=parallel_hidden if case.shift and case.is_parallel else None,
+        mask_hidden=jnp.asarray(case.inputs["parallel_drafting_hidden_state"])
+        if is_masked
+        else None,
     )
     draft = _draft.in_parallel if case.is_parallel else _draft.chain
     return draft(
@@ -224,8 +234,7 @@ def assert_as_recorded(case, record, drafts):
 
     # 2. The loop: as recorded up to the longest request, nothing written past it.
     for f, wanted in enumerate(case.forwards[1:], start=1):
-        position = case.last_position + f + (not case.shift)
-        inside = position <= last
+        position, inside = case.position_of(f), case.is_inside(f)
         got = {name: record[name][f, :B] for name in wanted}
         np.testing.assert_array_equal(got["positions"], np.minimum(position, last))
         np.testing.assert_array_equal(got["positions"][inside], wanted["positions"][inside])

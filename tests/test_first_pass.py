@@ -70,8 +70,13 @@ def test_first_passes_are_the_recorded_ones(case):
         last = given_["query_start_loc"][1:] - 1 - given_["num_rejected_tokens"]
         np.testing.assert_array_equal(last, given_["token_indices_to_sample"])
     rows = first_pass_of(given_, scalars)
-    num_tokens = scalars["num_tokens"]
+    num_tokens, T = scalars["num_tokens"], len(given_["target_token_ids"])
     assert rows.token_ids.shape == rows.metadata.slots.shape == (num_tokens,)
+    path, R = scalars["path"], len(given_["next_token_ids"])
+    slots = 1 if path in ("eagle", "draft_model") else scalars["num_speculative_tokens"]
+    assert scalars["extra_slots_per_request"] == slots
+    net = scalars["net_num_new_slots_per_request"]
+    assert num_tokens == (R * (net + 1) if path == "dflash" else T + R * net)
     ids = want["input_ids"][:num_tokens]
     ids = np.where(ids == -4242, -1, ids)  # never written: ours is PAD
     np.testing.assert_array_equal(rows.token_ids, ids)

@@ -50,6 +50,7 @@ def test_dummy_metadata_is_the_recorded_one(case):
     ends = np.cumsum(given_["num_draft_tokens"])[:-1]
     ragged = [list(map(int, row)) for row in np.split(given_["flat_draft_token_ids"], ends)]
     if "raises" in scalars:  # an empty batch: ours is empty metadata
+        assert scalars["raises"] == "ValueError"
         metadata = SpecDecodeMetadata.make_dummy([])
         assert metadata.max_spec_len == 0
         assert metadata.num_draft_tokens == ()

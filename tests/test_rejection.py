@@ -86,7 +86,7 @@ def test_every_recorded_case_comes_out_exactly(case):
     )
     np.testing.assert_array_equal(ends.cu_num_draft_tokens, want["cu_num_draft_tokens"])
     # Both are recorded of greedy requests, too, where nothing reads them.
-    target = sampling.distribution(logits, np.ones(len(logits), np.float32))
+    target = sampling.distribution(jnp.asarray(logits), jnp.ones(len(logits)))
     np.testing.assert_allclose(target, want["target_probs"], atol=1e-5)  # float32
     if "recovered_token_ids" in want:
         # Each draft alone in a request, and no random number accepts it.
@@ -323,6 +323,7 @@ def test_where_rounding_leaves_no_residual_the_token_is_one_that_the_target_says
     assert verified.tokens.tolist() == [[1, PAD_TOKEN]]
 
 
+@pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize(
     "wanted, given",
     [
@@ -428,6 +429,7 @@ def test_synthetic_acceptance_has_the_wanted_length(rng):
     assert set(first) == {0, 2, 3}  # a refused draft is not drawn again
 
 
+@pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize(
     "given, word",
     [
@@ -447,6 +449,7 @@ def test_rates_that_are_none_are_refused(given, word):
         rejection.synthetic_rates(3, **given)
 
 
+@pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "change, word",

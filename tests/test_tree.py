@@ -271,52 +271,75 @@ def oracle_of(toy, tree, given):
     )
 
 
+def crosses_the_limit(case) -> np.ndarray:
+    """Returns whether the original masks a request at each level [B, depth]: position 0 on."""
+    ends = np.array(tree_of(case).cu_per_level)
+    return case.given["positions"][:, None] + ends[None] >= case.scalars["max_model_len"]
+
+
+def num_nodes_of(case) -> np.ndarray:
+    """Counts the nodes of each request up to the longest one: the next token is at position + 1."""
+    room = case.scalars["max_model_len"] - 2 - case.given["positions"]
+    return (tree_of(case).depths[None] <= room[:, None]).sum(1)
+
+
+def compared_requests(case, forward) -> np.ndarray:
+    """Returns which requests of a forward the original ran as the tree says."""
+    nodes = tree_of(case).cu_per_level[forward]
+    return ~crosses_the_limit(case)[:, : forward + 1].any(axis=1) & (num_nodes_of(case) >= nodes)
+
+
+def compared_nodes(case) -> np.ndarray:
+    """Returns which nodes [B, nodes] the original drafted as the tree says.
+
+    An uneven tree is drafted as one whose levels divide each other.
+    """
+    tree = tree_of(case)
+    levels = tree.depths if is_even(tree) else np.where(tree.depths > 1, 0, 1)
+    before = np.pad(crosses_the_limit(case)[:, :-1], ((0, 0), (1, 0))).cumsum(axis=1) == 0
+    kept = np.arange(tree.num_nodes)[None] < num_nodes_of(case)[:, None]
+    return kept & before[:, tree.depths - 1] & (levels > 0)[None]
+
+
 @recordings.each_case("tree_drafting")
 def test_toy_trees_equal_the_recorded_ones_and_the_oracle(case):
     given, want, tree = case.given, case.want, tree_of(case)
     toy, drafts = draft_recorded(case.name)
-    # 1. The oracle, as far as the longest request goes. The next token lies at position + 1.
-    limit, roots = case.scalars["max_model_len"], given["positions"]
-    counts = (tree.depths[None] <= limit - 2 - roots[:, None]).sum(1)
+    # 1. The oracle, as far as the longest request goes.
+    counts = num_nodes_of(case)
     assert drafts.num_drafts.tolist() == counts.tolist()
     kept = np.arange(tree.num_nodes)[None] < counts[:, None]
     tokens = np.where(kept, oracle_of(toy, tree, given), PAD_TOKEN)
     np.testing.assert_array_equal(drafts.tokens, tokens)
     np.testing.assert_array_equal(drafts.parents, np.where(kept, tree.parents[None], PAD_TOKEN))
 
-    # 2. The recording: its first level, and all of an even tree; an uneven one is drafted as one
-    # whose levels divide each other. From a level that crosses the limit on it feeds position 0.
+    # 2. The recording.
     assert "raises" not in case.scalars
-    ends = np.array(tree.cu_per_level)
-    num_levels = tree.depth if is_even(tree) else 1
-    is_past = roots[:, None] + ends[None] >= limit  # [B, depth]
-    sane = np.cumsum(np.pad(is_past[:, :-1], ((0, 0), (1, 0))), axis=1) == 0  # drafted before
-    is_compared = kept & sane[:, tree.depths - 1] & (tree.depths <= num_levels)[None]
-    recorded = want["draft_token_ids"]
-    if num_levels > 1:
-        assert recorded.shape == tokens.shape
+    recorded, num_levels = want["draft_token_ids"], tree.depth if is_even(tree) else 1
+    assert recorded.shape == tokens.shape or num_levels == 1
     width = min(recorded.shape[1], tree.num_nodes)
-    at = is_compared[:, :width]
+    at = compared_nodes(case)[:, :width]
     np.testing.assert_array_equal(drafts.tokens[:, :width][at], recorded[:, :width][at])
 
     # 3. What the model saw. The original runs all earlier levels again; ours keeps them, so that
     # its passes together are the original's last one.
-    B, seen, queries = len(roots), [], 0
-    assert case.scalars["fwd"] == ends[:-1].tolist()
+    B, seen, queries = len(counts), [], 0
+    is_past = crosses_the_limit(case)
+    assert case.scalars["fwd"] == list(tree.cu_per_level[:-1])
     for f, q in enumerate(case.scalars["fwd"][:num_levels]):
         ids, view, hidden = toy.passes[f + 1]
         parts = ids, view.positions, hidden
         seen.append([np.asarray(part).reshape(B, -1, *part.shape[1:]) for part in parts])
         inner = np.flatnonzero(np.isin(np.arange(q), tree.parents))  # others are never run
         forward = want.with_prefix(f"f{f}.")
-        sane = ~is_past[:, : f + 1].any(axis=1) & (counts >= q)
+        at = compared_requests(case, f)
         queries = queries + np.asarray(view.query_start)
         for name, part in zip(
             ("input_ids", "positions", "hidden_states"), zip(*seen, strict=True), strict=True
         ):
             got = np.concatenate(part, axis=1)
             wanted = forward[name].reshape(B, q, *got.shape[2:])[:, inner]
-            np.testing.assert_array_equal(got[sane], wanted[sane], err_msg=name)
+            np.testing.assert_array_equal(got[at], wanted[at], err_msg=name)
         bias = forward["tree_attn_bias"]
         np.testing.assert_array_equal(bias == 0, visible_as_listed(case, tree)[:q, :q])
         assert np.isneginf(bias[bias != 0]).all()
