@@ -260,7 +260,10 @@ def test_params_that_the_rules_do_not_cover_are_named():
                 original_max_len=64,
             )
         },
-        {"rope": RopeConfig(kind="yarn", factor=4.0, original_max_len=64, truncate=False)},
+        {
+            "max_positions": 256,
+            "rope": RopeConfig(kind="yarn", factor=4.0, original_max_len=64, truncate=False),
+        },
         {"rope": RopeConfig(mrope_section=(2, 1, 1), mrope_interleaved=True)},
     ],
 )
