@@ -199,7 +199,7 @@ class ByEarnings:
                     f"{sorted(drafting.costs.drafts)} drafts, wanted {self.sizes} and "
                     f"{list(self.levels)}. Add what is missing, or leave costs out to measure."
                 )
-        self._depth = tree_depth or num_drafts
+        self._pool = Acceptance([_FIRST_CHANCE] * (tree_depth or num_drafts), _POOL_MEMORY)
         self._requests: dict[int, Acceptance] = {}
         self._guesses: dict[int, list[Guess]] = {}
         self._allowance = 0.0
@@ -217,7 +217,6 @@ class ByEarnings:
         self.costs = Meter(passes, drafts)
         if self.probe_share:  # the first step makes all drafts
             self._allowance = self.costs.draft(self.levels[-1]) - self.costs.draft(self.levels[0])
-        self._pool = Acceptance([_FIRST_CHANCE] * self._depth, _POOL_MEMORY)
 
     def start(self, slot: int) -> None:
         """Starts from what is known about other requests."""

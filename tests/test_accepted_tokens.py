@@ -40,7 +40,7 @@ PASSES = [
 ]
 
 
-def keep(passes, *, num_drafts=5, parents=None, tree_depth=None, drafting=None):
+def keep(passes, *, num_drafts=5, parents=None, tree_depth=None, drafting="fixed"):
     """Runs one step of a scheduler on the host; returns its counts and what it handed out."""
     scheduler = Scheduler(
         [[7]] * len(passes),
@@ -72,7 +72,7 @@ def test_a_pass_counts_what_the_request_got(kept, got, counts):
     assert handed_out == [(0, got, len(got) - 1)]
 
 
-@pytest.mark.parametrize("drafting", [None, Adaptive(levels=LEVELS, costs=FREE)])
+@pytest.mark.parametrize("drafting", ["fixed", Adaptive(levels=LEVELS, costs=FREE)])
 def test_requests_of_a_batch_are_counted_each_up_to_its_own_end(drafting):
     some = PASSES[:4]
     stats, handed_out = keep([kept for kept, _, _ in some], drafting=drafting)

@@ -168,6 +168,7 @@ def counted():
             top_k=3,
             seed=list(range(first_seed, first_seed + num_texts)),
             verification=verification,
+            drafting="fixed",
         )
         assert 0 < report.stats.num_accepted_tokens < report.stats.num_draft_tokens
         texts = [tuple(generation.tokens) for generation in report.generations]
