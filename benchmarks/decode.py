@@ -1,6 +1,7 @@
 """Decoding on this machine's CPU: plain against transformers, n-gram drafting against plain.
 
-"adaptive" drafts as "ngram" does and verifies what is expected to pay.
+"ngram" and "ngram_gpu" verify every draft; "adaptive" drafts as "ngram" does and verifies what is
+expected to pay, which is the default.
 
     python benchmarks/decode.py --output benchmarks/results/decode-cpu.json
 
@@ -24,7 +25,6 @@ from typing import Any
 import jax
 
 from jspec import measure, proposers
-from jspec.adaptive import Adaptive
 from jspec.checkpoint import Model, read
 from jspec.cli.models import open_tokenizer
 from jspec.config import CacheConfig
@@ -34,9 +34,9 @@ from jspec.loading import load
 
 CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float32")
 CONTENDERS = {  # method, and what else the loop is told
-    "ngram": ("ngram", {}),
-    "ngram_gpu": ("ngram_gpu", {}),
-    "adaptive": ("ngram", {"drafting": Adaptive()}),
+    "ngram": ("ngram", {"drafting": "fixed"}),
+    "ngram_gpu": ("ngram_gpu", {"drafting": "fixed"}),
+    "adaptive": ("ngram", {}),
 }
 LOOKUP = {"num_drafts": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 LOAD = """

@@ -2,16 +2,17 @@
 
 import dataclasses
 import operator
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from jspec import proposers
+from jspec import metadata, proposers
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.config import Buckets
-from jspec.state import Scheduled, State, Verified
+from jspec.state import Batch, Scheduled, State, Verified
 
 _Step = TypeVar("_Step", bound=Scheduled)
 
@@ -70,6 +71,22 @@ def all_num_drafts(config: Any, buckets: Buckets) -> list[int]:
     return sorted(counts | {config.num_drafts})
 
 
+def check_buckets(state: State, buckets: Buckets) -> None:
+    """Refuses what is no Buckets, and a batch size that is never needed."""
+    if not isinstance(buckets, Buckets):
+        raise TypeError(
+            f"warmup: `buckets` is a {type(buckets).__name__}, wanted a Buckets. Pass "
+            "jspec.Buckets(requests=..., tokens=...)."
+        )
+    useless = [b for a, b in pairwise(buckets.requests) if a >= state.max_requests]
+    if useless:
+        raise ValueError(
+            f"warmup: `requests` of the buckets is {buckets.requests}, and no step has more than "
+            f"max_requests = {state.max_requests}. Leave {useless[-1]} out, or raise max_requests "
+            "in jspec.init."
+        )
+
+
 def what_is_read(owner: str, config: Any, scheduled: _Step) -> _Step:
     """Refuses a step without what the drafter reads; takes out what only verification reads.
 
@@ -106,6 +123,61 @@ def what_is_read(owner: str, config: Any, scheduled: _Step) -> _Step:
     return dataclasses.replace(scheduled, **given) if given else scheduled
 
 
+def check_batch(owner: str, config: Any, batch: Batch) -> Batch:
+    """Returns what a drafter reads of a prepared step, or raises a TypeError or ValueError."""
+    if not isinstance(batch, Batch):
+        raise TypeError(
+            f"{owner}: `batch` is a {type(batch).__name__}, wanted a Batch. Call "
+            "jspec.prepare(scheduled, verified) first, or jspec.step for both."
+        )
+    metadata.check_scheduled(batch)
+    return what_is_read(owner, config, batch)
+
+
+def check_slots(owner: str, state: State, scheduled: Scheduled, *, has_rows: bool) -> None:
+    """Raises ValueError, naming the request, unless each has a memory row of its own.
+
+    Looks at numpy arrays alone: values on a device are not waited for.
+
+    Args:
+      owner: the function that was called, for messages.
+      state: whose memory it is.
+      scheduled: the step.
+      has_rows: the drafter keeps a row for each request; others do not ask who was admitted.
+    """
+    slots = scheduled.request_slot
+    if not isinstance(slots, np.ndarray):
+        return
+    given = [slot for slot in slots.tolist() if slot >= 0]
+    if len(set(given)) == len(given):
+        if state.occupied.issuperset(given):
+            return
+        if not has_rows and max(given) < state.max_requests:
+            return
+    if not isinstance(scheduled.query_start, np.ndarray):
+        return  # some of them may be padding
+    seen: dict[int, int] = {}
+    for b in np.flatnonzero((np.diff(scheduled.query_start) > 0) & (slots >= 0)).tolist():
+        slot = int(slots[b])
+        if slot >= state.max_requests:
+            raise ValueError(
+                f"{owner}: `request_slot` of request {b} is {slot}, wanted 0 to "
+                f"{state.max_requests - 1} (max_requests of jspec.init), or -1 for padding."
+            )
+        if has_rows and slot not in state.occupied:
+            raise ValueError(
+                f"{owner}: `request_slot` of request {b} is {slot}, which no request holds; taken "
+                f"now: {sorted(state.occupied) or 'none'}. Call jspec.admit(state, {slot}, prompt) "
+                "first."
+            )
+        if slot in seen:
+            raise ValueError(
+                f"{owner}: `request_slot` is {slot} for request {seen[slot]} and for request {b}. "
+                "Admit each request to a slot of its own."
+            )
+        seen[slot] = b
+
+
 def check_slot(owner: str, slot: int) -> int:
     """Returns a slot as int, or raises a TypeError."""
     try:
@@ -116,21 +188,24 @@ def check_slot(owner: str, slot: int) -> int:
     raise TypeError(f"{owner}: `slot` is {slot!r}, wanted an int. Pass int(slot).")
 
 
-def check_alive(state: State, owner: str) -> None:
-    """Refuses what is no state, and a state that was consumed."""
+def check_alive(state: State, owner: str) -> bool:
+    """Refuses what is no state, and a state that was consumed; tells whether it is traced."""
     if not isinstance(state, State):
         raise TypeError(
             f"{owner}: `state` is a {type(state).__name__}, wanted a State. Make one with "
             "jspec.init."
         )
     for leaf in jax.tree.leaves(state.memory):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+        if isinstance(leaf, Tracer):
+            return True
+        if isinstance(leaf, jax.Array):
             if leaf.is_deleted():
                 raise RuntimeError(
                     f"{owner}: this state was consumed by an earlier call. Use the state that "
                     "admit, propose, step or release returned."
                 )
-            return
+            return False
+    return False
 
 
 def _hidden_dtype(state: State, buckets: Buckets) -> Any:

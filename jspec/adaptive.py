@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from jspec.drafting import Adaptive, BatchSizeSchedule, Costs
+from jspec.drafting import Adaptive, BatchSizeSchedule, Costs, Drafting
 from jspec.earnings import Acceptance, Guess, Meter
 
 __all__ = [
@@ -19,15 +19,15 @@ __all__ = [
     "ByBatchSize",
     "ByEarnings",
     "Costs",
+    "Drafting",
     "Policy",
     "policy",
 ]
 
-_FIRST_CHANCE = 0.7
-"""Of a draft about which nothing is known yet: worth a try."""
-_FIRST_CHANCE_IF_FREE = 0.4
-"""Where drafts cost nothing: those that are not verified are made and followed as well, so that a
-drafter that guesses right shows it in a step or two."""
+_FIRST_CHANCE = 0.5
+"""Acceptance rate of a drafter about which nothing is known yet."""
+_MARGIN = 0.05
+"""Least expected gain for which drafts are verified: less is within the error of estimates."""
 _POOL_MEMORY = 40.0
 """Outcomes that the estimate for new requests remembers."""
 
@@ -47,9 +47,7 @@ class Policy(Protocol):
         """See above."""
         ...
 
-    def take_costs(
-        self, passes: Mapping[int, Sequence[float]], drafts: Mapping[int, float]
-    ) -> None:
+    def take_costs(self, passes: Mapping[int, float], drafts: Mapping[int, float]) -> None:
         """Takes over what was measured; see `Meter`."""
 
     def start(self, slot: int) -> None:
@@ -84,13 +82,13 @@ class Policy(Protocol):
 
 
 def policy(
-    drafting: BatchSizeSchedule | Adaptive | None,
+    drafting: Drafting | None,
     *,
     num_drafts: int,
     max_requests: int,
     tree_depth: int | None = None,
 ) -> Policy:
-    """Makes the policy that users ask for; None drafts and verifies all that can be drafted.
+    """Makes the policy that users ask for; None is `Adaptive()`.
 
     Args:
       drafting: what the user passed.
@@ -102,6 +100,8 @@ def policy(
       TypeError: `drafting` is none of these. ValueError: it does not fit the drafter.
     """
     if drafting is None:
+        drafting = Adaptive()
+    if isinstance(drafting, str) and drafting == "fixed":
         return ByBatchSize((num_drafts,) * max_requests)
     if isinstance(drafting, BatchSizeSchedule):
         return ByBatchSize(drafting.table(max_requests, num_drafts))
@@ -110,8 +110,9 @@ def policy(
             drafting, num_drafts=num_drafts, max_requests=max_requests, tree_depth=tree_depth
         )
     raise TypeError(
-        f"generate: `drafting` is {drafting!r}, wanted a jspec.Adaptive, a jspec.BatchSizeSchedule "
-        "or None. Pass drafting=jspec.BatchSizeSchedule([(1, 16, 3)]) for a schedule."
+        f"generate: `drafting` is {drafting!r}, wanted a jspec.Adaptive, a "
+        "jspec.BatchSizeSchedule, 'fixed' or None. Pass drafting='fixed' to verify num_drafts "
+        "tokens in every step, or leave it out for jspec.Adaptive()."
     )
 
 
@@ -128,9 +129,7 @@ class ByBatchSize:
         self.table = table
         self.levels = tuple(sorted(set(table)))
 
-    def take_costs(
-        self, passes: Mapping[int, Sequence[float]], drafts: Mapping[int, float]
-    ) -> None:
+    def take_costs(self, passes: Mapping[int, float], drafts: Mapping[int, float]) -> None:
         """See `Policy`."""
 
     def start(self, slot: int) -> None:
@@ -177,7 +176,7 @@ class ByEarnings:
         is_tree = tree_depth is not None
         levels = drafting.levels
         if levels is None:
-            levels = (0, num_drafts) if is_tree else tuple(sorted({0, num_drafts // 2, num_drafts}))
+            levels = (0, num_drafts) if is_tree else tuple(sorted({0, num_drafts // 3, num_drafts}))
         if levels[-1] > num_drafts or (is_tree and set(levels) - {0, num_drafts}):
             raise ValueError(
                 f"Adaptive: `levels` is {levels}, but this drafter drafts "
@@ -200,28 +199,24 @@ class ByEarnings:
                     f"{sorted(drafting.costs.drafts)} drafts, wanted {self.sizes} and "
                     f"{list(self.levels)}. Add what is missing, or leave costs out to measure."
                 )
-        self._depth = tree_depth or num_drafts
+        self._pool = Acceptance([_FIRST_CHANCE] * (tree_depth or num_drafts), _POOL_MEMORY)
         self._requests: dict[int, Acceptance] = {}
         self._guesses: dict[int, list[Guess]] = {}
         self._allowance = 0.0
         self._drafted = self.levels[-1]
         if drafting.costs is not None:
-            passes = {rows: [cost] for rows, cost in drafting.costs.passes.items()}
-            self.take_costs(passes, drafting.costs.drafts)
+            self.take_costs(drafting.costs.passes, drafting.costs.drafts)
 
     @property
     def has_costs(self) -> bool:
         """See `Policy`."""
         return self.costs is not None
 
-    def take_costs(
-        self, passes: Mapping[int, Sequence[float]], drafts: Mapping[int, float]
-    ) -> None:
+    def take_costs(self, passes: Mapping[int, float], drafts: Mapping[int, float]) -> None:
         """Starts with costs, those that the loop measured or the user's."""
         self.costs = Meter(passes, drafts)
-        is_free = self.costs.draft(self.levels[-1]) <= self.costs.draft(self.levels[0])
-        chance = _FIRST_CHANCE_IF_FREE if is_free else _FIRST_CHANCE
-        self._pool = Acceptance([chance] * self._depth, _POOL_MEMORY)
+        if self.probe_share:  # the first step makes all drafts
+            self._allowance = self.costs.draft(self.levels[-1]) - self.costs.draft(self.levels[0])
 
     def start(self, slot: int) -> None:
         """Starts from what is known about other requests."""
@@ -303,11 +298,12 @@ class ByEarnings:
         """Returns the best rate and the number of units that it takes; of equals the fewest."""
         tokens = list(accumulate((unit.tokens for unit in units), initial=float(num_requests)))
         rows = list(accumulate((unit.num_rows for unit in units), initial=num_requests))
-        best, count, slowest = 0.0, 0, 0.0
-        for size in self.sizes:
-            fitting = bisect.bisect_right(rows, size) - 1 if size > self.sizes[0] else 0
+        slowest = self._costs.run(self.sizes[0])
+        best, count = num_requests / (slowest + draft), 0
+        for size in self.sizes[1:]:
+            fitting = bisect.bisect_right(rows, size) - 1
             slowest = max(slowest, self._costs.run(size))  # more rows never take less: noise
-            rate = tokens[fitting] / (slowest + draft)
+            rate = tokens[fitting] / (slowest + draft) / (1 + _MARGIN)
             if rate > best:
                 best, count = rate, fitting
         return best, count

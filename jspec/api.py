@@ -11,14 +11,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
-from jspec import metadata, proposers
+from jspec import _warmed, metadata, proposers
 from jspec._boundary import (
     HOST_ONLY,
     all_num_drafts,
     check_alive,
+    check_batch,
+    check_buckets,
     check_num_drafts,
     check_slot,
+    check_slots,
     commit,
     device_of,
     examples,
@@ -27,7 +31,7 @@ from jspec._boundary import (
 )
 from jspec.axes import PAD_TOKEN
 from jspec.config import Buckets, CacheConfig, check_at_least
-from jspec.proposers.fitting import check_params
+from jspec.proposers.fitting import check_memory, check_params, check_shapes
 from jspec.state import Batch, Drafts, Memory, Params, Scheduled, State, Verified
 
 
@@ -155,10 +159,14 @@ def release(state: State, slot: int) -> State:
 
 
 def prepare(scheduled: Scheduled, verified: Verified, *, vocab_size: int | None = None) -> Batch:
-    """Joins what the target ran with what the verifier kept; see `jspec.metadata.prepare`."""
+    """Joins what the target ran with what the verifier kept; see `jspec.metadata.prepare`.
+
+    Numpy arrays that contradict each other are refused by name.
+    """
+    metadata.check_scheduled(scheduled)
+    metadata.check_verified(verified, scheduled)
+    metadata.check_counts("prepare", scheduled)
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((scheduled, verified))):
-        metadata.check_scheduled(scheduled)
-        metadata.check_verified(verified, scheduled)
         scheduled, verified = commit((scheduled, verified), device_of((scheduled, verified)))
         return _prepare(scheduled, verified, vocab_size=vocab_size)
     return metadata.prepare(scheduled, verified, vocab_size=vocab_size)
@@ -181,21 +189,19 @@ def propose(state: State, batch: Batch, *, num_drafts: int | None = None) -> tup
       TypeError, ValueError: a field of the batch does not fit; RuntimeError: the state was
         consumed before.
     """
-    check_alive(state, "propose")
-    if not isinstance(batch, Batch):
-        raise TypeError(
-            f"propose: `batch` is a {type(batch).__name__}, wanted a Batch. Call "
-            "jspec.prepare(scheduled, verified) first, or jspec.step for both."
-        )
-    metadata.check_scheduled(batch)
+    is_traced = check_alive(state, "propose")
     num_drafts = check_num_drafts("propose", state.config, num_drafts)
-    batch = what_is_read("propose", state.config, batch)
-    if proposers.of(state.config).kind == "host":
-        return _propose_on_host(state, to_host(batch, state.config), num_drafts)
+    batch = check_batch("propose", state.config, batch)
+    proposer = proposers.of(state.config)
+    is_on_host = proposer.kind == "host"
+    batch = to_host(batch, state.config) if is_on_host else batch
+    metadata.check_counts("propose", batch)
+    check_slots("propose", state, batch, has_rows=proposer.admit is not None)
+    if is_on_host:
+        return _propose_on_host(state, batch, num_drafts)
     batch = commit(batch, device_of(state.memory))
-    memory, drafts = _propose(
-        state.config, state.params, state.memory, batch, num_drafts=num_drafts
-    )
+    is_traced = is_traced or isinstance(batch.token_ids, Tracer)
+    memory, drafts = _warmed.call(state, is_traced, _propose, batch, num_drafts=num_drafts)
     return dataclasses.replace(state, memory=memory), drafts
 
 
@@ -216,19 +222,23 @@ def step(
     Raises:
       As `propose`.
     """
-    check_alive(state, "step")
+    is_traced = check_alive(state, "step")
     metadata.check_scheduled(scheduled)
     metadata.check_verified(verified, scheduled)
     num_drafts = check_num_drafts("step", state.config, num_drafts)
     scheduled = what_is_read("step", state.config, scheduled)
-    if proposers.of(state.config).kind == "host":
+    proposer = proposers.of(state.config)
+    is_on_host = proposer.kind == "host"
+    if is_on_host:
         scheduled, verified = to_host((scheduled, verified), state.config)
+    metadata.check_counts("step", scheduled)
+    check_slots("step", state, scheduled, has_rows=proposer.admit is not None)
+    if is_on_host:
         batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
         return _propose_on_host(state, batch, num_drafts)
-    scheduled, verified = commit((scheduled, verified), device_of(state.memory))
-    memory, drafts = _step(
-        state.config, state.params, state.memory, scheduled, verified, num_drafts=num_drafts
-    )
+    arguments = commit((scheduled, verified), device_of(state.memory))
+    is_traced = is_traced or isinstance(arguments[0].token_ids, Tracer)
+    memory, drafts = _warmed.call(state, is_traced, _step, *arguments, num_drafts=num_drafts)
     return dataclasses.replace(state, memory=memory), drafts
 
 
@@ -240,34 +250,52 @@ def pure(
     Donate `memory` there, and pass `params` as an argument: a whole `State` through an outer jit
     would copy the params or, donated, delete weights that the target shares.
 
+    The function checks types and shapes of its arguments while it is traced, so compiled steps pay
+    nothing. Values are not known then: where a table of token ids (`target_ids`) leads out of the
+    vocabulary, which `init` refuses, drafts end.
+
     Args:
       config: a device drafter's.
       num_drafts: as `propose`.
 
     Raises:
-      TypeError: the drafter runs on the host. ValueError: `num_drafts` is out of range.
+      TypeError: the drafter runs on the host. ValueError: `num_drafts` is out of range. The
+      function itself raises them for params or memory of another config, a State in the place of
+      its memory, a batch that `prepare` did not make, and one without what the drafter reads.
     """
     proposer = proposers.of(config)
     if proposer.kind == "host":
         raise TypeError(HOST_ONLY.format(name=proposer.name))
     num_drafts = check_num_drafts("pure", config, num_drafts)
-    return functools.partial(proposers.propose, config, num_drafts=num_drafts)
+
+    def propose(params: Params, memory: Memory, batch: Batch) -> tuple[Memory, Drafts]:
+        batch = check_batch("pure", config, batch)
+        return _draft("pure", config, params, memory, batch, num_drafts)
+
+    return propose
 
 
-def warmup(state: State, buckets: Buckets) -> None:
+def warmup(state: State, buckets: Buckets, *, strict: bool = False) -> None:
     """Compiles every bucket, so that no later call with one of these shapes compiles.
 
-    Touches neither memory nor params: the state stays as it was.
+    Touches neither memory nor params: the state stays as it was. A later `step` or `propose` that
+    would compile, of this state or one that follows from it, is warned of once, or refused. Not so
+    `prepare`, which knows no state: what it returns is refused by `propose`.
 
     Args:
       state: as `init` returned it.
       buckets: batch sizes and token counts; the block table is `cache.pages_per_request` wide
         and `verified.tokens` is num_drafts + 1 wide.
+      strict: refuse what would compile, with a ValueError that names the field. The last call of
+        `warmup` decides.
 
     Raises:
-      ValueError: the buckets have what this drafter cannot do.
+      TypeError: `buckets` is no Buckets.
+      ValueError: the buckets have what this drafter cannot do, or a size that no step needs.
     """
     check_alive(state, "warmup")
+    check_buckets(state, buckets)
+    columns = all_num_drafts(state.config, buckets)
     proposer = proposers.of(state.config)
     if proposer.kind == "host":
         for num_requests, num_rows in buckets.pairs()[:1]:  # numba compiles once for all shapes
@@ -288,11 +316,11 @@ def warmup(state: State, buckets: Buckets) -> None:
 
     params, memory = abstract((state.params, state.memory))
     slot, row = abstract((np.int32(0), np.zeros(state.cache.max_model_len, np.int32)))
+    steps = [x for pair in buckets.pairs() for x in examples(state, buckets, *pair)]
     if proposer.admit is not None:
         _admit.lower(state.config, memory, slot, row, slot).compile()
     if proposer.release is not None:
         _release.lower(state.config, memory, slot).compile()
-    steps = (x for pair in buckets.pairs() for x in examples(state, buckets, *pair))
     for scheduled, verified in map(abstract, steps):
         batch = jax.eval_shape(_prepare, scheduled, verified)
         batch = jax.tree.map(
@@ -300,10 +328,15 @@ def warmup(state: State, buckets: Buckets) -> None:
         )
         for vocab_size in {None, state.config.vocab_size}:
             _prepare.lower(scheduled, verified, vocab_size=vocab_size).compile()
-        for num_drafts in all_num_drafts(state.config, buckets):
+        for num_drafts in columns:
             arguments = (state.config, params, memory)
             _propose.lower(*arguments, batch, num_drafts=num_drafts).compile()
             _step.lower(*arguments, scheduled, verified, num_drafts=num_drafts).compile()
+            of_batch = _warmed.forms_of(params, batch, None, num_drafts)
+            of_step = _warmed.forms_of(params, scheduled, verified, num_drafts)
+            _warmed.note(state, "propose", of_batch)
+            _warmed.note(state, "step", of_step)
+    state.warmed.strict = strict
 
 
 # The jitted core. Config is static; memory alone is donated and rewritten in place.
@@ -330,15 +363,24 @@ def _prepare(scheduled, verified, vocab_size=None):
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="num_drafts", donate_argnums=2)
 def _propose(config, params, memory, batch, *, num_drafts):
-    return proposers.propose(config, params, memory, batch, num_drafts=num_drafts)
+    _warmed.check("propose", params, batch, None, num_drafts)
+    return _draft("propose", config, params, memory, batch, num_drafts)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="num_drafts", donate_argnums=2)
 def _step(config, params, memory, scheduled, verified, *, num_drafts):
+    _warmed.check("step", params, scheduled, verified, num_drafts)
     with jax.named_scope("prepare"):
         batch = metadata.prepare(scheduled, verified, vocab_size=config.vocab_size)
     with jax.named_scope("propose"):
-        return proposers.propose(config, params, memory, batch, num_drafts=num_drafts)
+        return _draft("step", config, params, memory, batch, num_drafts)
+
+
+def _draft(owner, config, params, memory, batch, num_drafts):
+    """Checks what may be another config's, which costs a compiled step nothing, and drafts."""
+    check_shapes(owner, config, params)
+    check_memory(owner, config, memory)
+    return proposers.propose(config, params, memory, batch, num_drafts=num_drafts)
 
 
 def _propose_on_host(state: State, batch: Batch, num_drafts: int) -> tuple[State, Drafts]:

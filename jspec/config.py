@@ -1,6 +1,5 @@
 """Static choices: sizes that a compiled step depends on. Hashable; never an array."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -10,7 +9,15 @@ from typing import Any, Self
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jspec.rope import RopeConfig, check_above_0, check_bool
+from jspec.hf_decoder import (
+    CLASS_NAMES,
+    QKV_BIAS_ONLY,
+    biases,
+    check_architecture,
+    refuse_unsupported,
+)
+from jspec.options import check_above_0, flag, read_json, size, warn
+from jspec.rope import RopeConfig
 
 
 def check_at_least(owner: str, minimum: int, **fields: int) -> None:
@@ -122,21 +129,7 @@ class Buckets:
         return [(b, t) for b in self.requests for t in self.tokens if t >= b]
 
 
-_CLASS_NAMES = {"llama": "Llama", "mimo": "MiMo", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-_MODEL_TYPES = tuple(_CLASS_NAMES)
-_QKV_BIAS_ONLY = ("mimo", "qwen2")
-
-# Options of config.json that we do not implement, and the values that leave a model unchanged.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "hidden_act": (None, "silu"),
-    "logit_scale": (None, 1.0),
-    "mlp_bias": (None, False),
-    "partial_rotary_factor": (None, 1.0),
-    "quantization_config": (None,),
-    "rope_interleaved": (None, False),
-}
+_MAX_POSITIONS = "max_position_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +137,10 @@ class ModelConfig:
     """Shapes a decoder of the Llama family: Llama, SmolLM2, MiMo, Qwen2, Qwen3.
 
     Attributes:
-      vocab_size: rows of the embedding and of the head (V).
+      vocab_size: tokens (V).
+      padded_vocab_size: rows of the embedding and of the head where some pad them, so that they
+        can be sharded; None = `vocab_size`. The rows after `vocab_size` are never read and never
+        drafted, whatever they hold.
       hidden_size: width of the residual stream (D).
       intermediate_size: width of the MLP.
       num_layers: decoder layers (L).
@@ -156,16 +152,19 @@ class ModelConfig:
       tie_embeddings: the head is the embedding.
       qkv_bias: query, key and value projections have a bias.
       o_bias: the output projection of attention has a bias.
+      mlp_bias: the projections of the MLP have a bias.
       qk_norm: each query and key head is normed before rotation.
       max_positions: longest context that the model was made for, in tokens.
       eos_token_ids: tokens that end a text.
       model_type: what config.json calls the model, for messages: equal configs may differ in it.
 
     Raises:
-      ValueError: a size is below 1, heads do not divide, or M-RoPE's sections are no half of one.
+      ValueError: a size is below 1, the padded vocabulary is below the other, heads do not divide,
+        or M-RoPE's sections are no half of one.
     """
 
     vocab_size: int
+    padded_vocab_size: int | None = None
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -177,6 +176,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     max_positions: int = 8192
     eos_token_ids: tuple[int, ...] = ()
@@ -186,6 +186,9 @@ class ModelConfig:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
         sizes += ("num_kv_heads", "head_dim", "max_positions")
         check_at_least("ModelConfig", 1, **{name: getattr(self, name) for name in sizes})
+        if self.padded_vocab_size is not None:
+            padded = {"padded_vocab_size": self.padded_vocab_size}
+            check_at_least("ModelConfig", self.vocab_size, **padded)
         for token in self.eos_token_ids:
             check_at_least("ModelConfig", 0, eos_token_id=token)
         check_above_0("ModelConfig", rms_norm_eps=self.rms_norm_eps)
@@ -206,6 +209,11 @@ class ModelConfig:
                 f"{self.head_dim // 2} together: half of head_dim = {self.head_dim}."
             )
 
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the head, padding included."""
+        return self.padded_vocab_size or self.vocab_size
+
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | PathLike[str]) -> Self:
         """Reads a Hugging Face config.json.
@@ -219,34 +227,55 @@ class ModelConfig:
         """
         config = _read_hf(source)
         model_type = config.get("model_type")
-        if model_type not in _MODEL_TYPES:
+        if model_type not in tuple(CLASS_NAMES):
             raise ValueError(
                 f"ModelConfig: model_type {model_type!r} is not supported, wanted one of "
-                f"{', '.join(_MODEL_TYPES)}."
+                f"{', '.join(CLASS_NAMES)}."
             )
-        _refuse_unsupported(config)
-        heads = _required(config, "num_attention_heads")
-        hidden_size = _required(config, "hidden_size")
-        check_at_least("ModelConfig", 1, num_attention_heads=heads, hidden_size=hidden_size)
-        attention_bias = flag(config, "attention_bias")
+        check_architecture(config)
+        num_layers = size(config, "num_hidden_layers")
+        refuse_unsupported(config, num_layers)
+        heads, hidden_size = size(config, "num_attention_heads"), size(config, "hidden_size")
+        kv_heads = size(config, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(
+                f"ModelConfig: num_key_value_heads is {kv_heads}, wanted a divisor of "
+                f"num_attention_heads = {heads}: each key/value head serves equally many query "
+                "heads. Correct config.json."
+            )
+        if config.get("head_dim") is None and hidden_size % heads:
+            raise ValueError(
+                f"ModelConfig: hidden_size is {hidden_size}, wanted a multiple of "
+                f"num_attention_heads = {heads}, as head_dim is missing. Add it to config.json."
+            )
+        qkv_bias, o_bias, mlp_bias = biases(config)
+        rope = RopeConfig.from_hf(config)
+        stated = size({"max_position_embeddings": cls.max_positions, **config}, _MAX_POSITIONS)
+        if rope.kind == "yarn" and stated > rope.context(stated):
+            warn(
+                f"config.json says {_MAX_POSITIONS} {stated}, and YaRN stretches "
+                f"{rope.original_max_len} positions by {rope.factor} to {rope.context(stated)}. "
+                "YaRN counts, as in transformers. Correct the one that is wrong."
+            )
         eos = config.get("eos_token_id")
-        optional = {"rms_norm_eps": "rms_norm_eps", "max_position_embeddings": "max_positions"}
         return cls(
-            vocab_size=_required(config, "vocab_size"),
+            vocab_size=size(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_required(config, "intermediate_size"),
-            num_layers=_required(config, "num_hidden_layers"),
+            intermediate_size=size(config, "intermediate_size"),
+            num_layers=num_layers,
             num_heads=heads,
-            num_kv_heads=_optional(config, "num_key_value_heads", heads),
-            head_dim=_optional(config, "head_dim", hidden_size // heads),
-            rope=RopeConfig.from_hf(config),
+            num_kv_heads=kv_heads,
+            head_dim=size(config, "head_dim", hidden_size // heads),
+            rms_norm_eps=config.get("rms_norm_eps", cls.rms_norm_eps),
+            rope=rope,
             tie_embeddings=flag(config, "tie_word_embeddings"),
-            qkv_bias=flag(config, "qkv_bias", attention_bias or model_type in _QKV_BIAS_ONLY),
-            o_bias=attention_bias and model_type not in _QKV_BIAS_ONLY,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            mlp_bias=mlp_bias,
             qk_norm=model_type == "qwen3",
+            max_positions=rope.context(stated),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
             model_type=model_type,
-            **{name: config[key] for key, name in optional.items() if key in config},
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -262,7 +291,7 @@ class ModelConfig:
         model_type = "qwen3" if self.qk_norm else self.model_type
         stops = list(self.eos_token_ids)
         config = {
-            "architectures": [f"{_CLASS_NAMES.get(model_type)}ForCausalLM"],
+            "architectures": [f"{CLASS_NAMES.get(model_type)}ForCausalLM"],
             "model_type": model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -273,20 +302,22 @@ class ModelConfig:
             "head_dim": self.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": self.rms_norm_eps,
-            "max_position_embeddings": self.max_positions,
+            _MAX_POSITIONS: self.rope.before_scaling(self.max_positions),
             "tie_word_embeddings": self.tie_embeddings,
             "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
             **self.rope.to_hf(),
         }
-        if model_type not in _QKV_BIAS_ONLY:
+        if model_type not in QKV_BIAS_ONLY:
             config["attention_bias"] = self.o_bias
-        if self.qkv_bias != (self.o_bias or model_type in _QKV_BIAS_ONLY):
+        if self.mlp_bias:
+            config["mlp_bias"] = True
+        if self.qkv_bias != (self.o_bias or model_type in QKV_BIAS_ONLY):
             config["qkv_bias"] = self.qkv_bias
         if type(self).from_hf(config) != self:
             raise ValueError(
                 f"ModelConfig: a {self.model_type} with qk_norm={self.qk_norm}, "
-                f"qkv_bias={self.qkv_bias} and o_bias={self.o_bias} has no config.json. Keep it as "
-                "jspec.save writes it."
+                f"qkv_bias={self.qkv_bias}, o_bias={self.o_bias} and padded_vocab_size="
+                f"{self.padded_vocab_size} has no config.json. Keep it as jspec.save writes it."
             )
         return config
 
@@ -318,83 +349,3 @@ def _read_hf(source: Mapping[str, Any] | str | PathLike[str]) -> Mapping[str, An
         return source
     path = Path(source)
     return read_json(path / "config.json" if path.is_dir() else path)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object, or raises a ValueError that names the file."""
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}). Fetch the file again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{file} holds a {type(content).__name__}, wanted an object. Fetch the file again."
-        )
-    return content
-
-
-def section(hf_config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns an object inside a config.json, empty where there is none.
-
-    Raises:
-      ValueError: something else is there.
-    """
-    value = hf_config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ValueError(
-            f"config.json: {key} is {value!r}, wanted an object. Fetch config.json again."
-        )
-    return value
-
-
-def flag(hf_config: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """Returns what a config.json switches on or off, `default` where it does not say.
-
-    Raises:
-      ValueError: something else is there.
-    """
-    value = _optional(hf_config, key, default)
-    check_bool("config.json", **{key: value})
-    return value
-
-
-def _optional(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    value = config.get(key)
-    return default if value is None else value
-
-
-def _required(config: Mapping[str, Any], key: str) -> Any:
-    if config.get(key) is None:
-        raise ValueError(f"ModelConfig: {key!r} is missing. Add it to the model's config.json.")
-    return config[key]
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    for key, neutral in _NEUTRAL.items():
-        if config.get(key) not in neutral:
-            raise ValueError(
-                f"ModelConfig: {key} is {config[key]!r}, which is not supported, wanted "
-                f"{neutral[-1]!r}."
-            )
-    if _slides(config):
-        raise ValueError(
-            "ModelConfig: some layers use a sliding window "
-            f"(sliding_window {config.get('sliding_window')!r}, layer_types "
-            f"{config.get('layer_types')!r}), wanted full attention in every layer."
-        )
-
-
-def _slides(config: Mapping[str, Any]) -> bool:
-    """Whether a layer has a sliding window: by `layer_types`, else by the older options."""
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        return not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-    # Qwen states a window size even where it is switched off, and then only late layers have one.
-    switched_on = config.get("use_sliding_window", config["model_type"] == "llama")
-    if not switched_on or config.get("sliding_window") is None:
-        return False
-    first, num_layers = config.get("max_window_layers", 0), _required(config, "num_hidden_layers")
-    check_at_least("ModelConfig", 0, max_window_layers=first, num_hidden_layers=num_layers)
-    return first < num_layers

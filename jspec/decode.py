@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from jspec import scheduling
-from jspec.adaptive import Adaptive, BatchSizeSchedule
+from jspec.adaptive import Drafting
+from jspec.arguments import check_call, check_on_tokens
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig
 from jspec.engine import Engine, Report
@@ -38,7 +39,7 @@ def generate(
     chunk_size: int = 64,
     stop_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
-    drafting: Adaptive | BatchSizeSchedule | None = None,
+    drafting: Drafting | None = None,
     temperature: float | Sequence[float] | None = None,
     seed: int | Sequence[int] | None = None,
     top_k: int | Sequence[int] | None = None,
@@ -56,13 +57,14 @@ def generate(
       prompts: token ids; of any lengths, any number of them.
       config: the drafter's, for example `NgramConfig(num_drafts=5)`.
       params: the drafter's weights.
-      max_tokens: most tokens to add to each prompt; a prompt of `max_model_len` gets none.
+      max_tokens: most tokens to add to each prompt.
       max_requests: prompts decoded at the same time; the others wait.
       cache: KV pages; by default just enough for this call.
       chunk_size: most rows of a pass; longer prompts are read in chunks.
       stop_ids: ids that end a request; by default the model's.
       on_tokens: called after each step for each request that got tokens.
-      drafting: how much a step drafts and verifies; None = all that the drafter can draft.
+      drafting: how much a step drafts and verifies; None = `Adaptive()`: what is expected to give
+        the most tokens a second. "fixed" = `num_drafts` tokens in every step.
       temperature: of all prompts, or one for each; None and 0 are greedy (below 1.2e-38, too).
       seed: as `temperature`; by default 0. Prompts that are alike and share a seed get the same
         tokens.
@@ -76,11 +78,14 @@ def generate(
       The continuations with counts and times.
 
     Raises:
-      ValueError: a prompt is empty, too long or holds an id outside the vocabulary; a size is
-        below 1; the cache cannot hold the longest request, or is for longer ones than the model;
-        `drafting` or `verification` does not fit the drafter; a number of the sampling is out of
-        range. Raised before anything compiles.
+      TypeError: an argument is of another type.
+      ValueError: a prompt is empty, leaves no room for a token in `max_model_len` or holds an id
+        outside the vocabulary, as a stop id may; a size is below 1; `num_drafts` reaches
+        `max_model_len`; the cache cannot hold the longest request, or is for longer ones than the
+        model; `drafting` or `verification` does not fit the drafter; a number of the sampling is
+        out of range. Raised before anything compiles.
     """
+    check_on_tokens(on_tokens)
     engine = Engine(
         model,
         prompts,
@@ -123,12 +128,12 @@ def generate_plain(
 
     Args, Returns, Raises: as `generate`.
     """
-    prompts = list(prompts)
+    check_on_tokens(on_tokens)
+    prompts, stops = check_call(model, prompts, cache, stop_ids)
     limits = scheduling.limits(model, prompts, max_tokens, 1, cache, chunk_size)
     numbers = {"temperature": temperature, "seed": seed}
     numbers |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     params = sampling_params("generate_plain", len(prompts), **numbers)
-    stops = frozenset(model.stop_ids if stop_ids is None else stop_ids)
     report = Report([], SpecDecodingStats.new(1))
     kv = llama.init_pages(model.config, limits)
     start = time.perf_counter()

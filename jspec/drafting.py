@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Adaptive:
     """Drafts and verifies what gives the most tokens a second.
 
     Attributes:
-      levels: numbers of drafts to choose from, ascending; by default none, half and all. Each is
-        another executable. Trees are drafted whole or not at all.
+      levels: numbers of drafts to choose from, ascending; by default none, a third and all. Each
+        is another executable. Trees are drafted whole or not at all.
       costs: what passes take; None = the loop measures it, before it starts and on the way.
       memory: about how many outcomes of each draft position the estimate remembers.
       probe_share: share of the time for drafts that are not expected to pay, so that the loop
@@ -119,3 +120,8 @@ class Adaptive:
                     f"Adaptive: `{name}` is {value!r}, wanted a number from {low:g} to {high:g}. "
                     f"Leave {name} out for the default."
                 )
+
+
+Drafting: TypeAlias = Adaptive | BatchSizeSchedule | Literal["fixed"]
+"""What `jspec.generate(drafting=...)` takes: "fixed" drafts and verifies `num_drafts` tokens in
+every step."""

@@ -84,12 +84,12 @@ class Meter:
     A shape that has not run recently gets the median ratio of the others.
 
     Args:
-      passes: by number of rows: measurements, whose median counts.
+      passes: by number of rows: a pass without drafting.
       drafts: by number of drafts: what drafting takes on top.
     """
 
-    def __init__(self, passes: Mapping[int, Sequence[float]], drafts: Mapping[int, float]):
-        self._passes = {rows: statistics.median(costs) for rows, costs in passes.items()}
+    def __init__(self, passes: Mapping[int, float], drafts: Mapping[int, float]):
+        self._passes = dict(passes)
         ascending = sorted(drafts)
         monotone = accumulate((drafts[count] for count in ascending), max)  # else it is noise
         self._drafts = dict(zip(ascending, monotone, strict=True))

@@ -5,7 +5,6 @@ tokens once.
 """
 
 import dataclasses
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jspec import api, proposers, scheduling
-from jspec.adaptive import Adaptive, BatchSizeSchedule
-from jspec.axes import PAD_SLOT
+from jspec.adaptive import Drafting
+from jspec.arguments import check_call, check_on_tokens
+from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.checkpoint import Model
-from jspec.config import Buckets, CacheConfig
+from jspec.config import CacheConfig
 from jspec.metrics import SpecDecodingStats
 from jspec.models import llama
 from jspec.sampling_params import sampling_params
@@ -42,7 +42,7 @@ class Report:
       num_steps: passes of the target.
       seconds: wall clock from the first pass to the last token.
       prompt_seconds: part of `seconds` in passes that read a chunk of some prompt.
-      prompt_tokens: tokens that those passes gave, such as the first of each prompt.
+      prompt_tokens: first tokens that those passes gave, at most one of each prompt.
       draft_seconds: part of `seconds` in drafting calls (for device drafters: their dispatch).
     """
 
@@ -69,7 +69,11 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        """Divides the tokens of the passes that read no prompt by the time of these passes."""
+        """Divides the tokens after the first of each prompt by the time beside `prompt_seconds`.
+
+        Requests that decode beside a prompt are taken along: so runs of the same prompts compare
+        as the times that they take for the same tokens.
+        """
         seconds = self.seconds - self.prompt_seconds
         return (self.num_tokens - self.prompt_tokens) / max(seconds, 1e-9)
 
@@ -92,7 +96,7 @@ class Engine:
         cache: CacheConfig | None = None,
         chunk_size: int = 64,
         stop_ids: Sequence[int] | None = None,
-        drafting: Adaptive | BatchSizeSchedule | None = None,
+        drafting: Drafting | None = None,
         verification: Verification = "match",
         **numbers: Any,
     ):
@@ -102,7 +106,7 @@ class Engine:
         self.hidden_layers, self.drafts_sampled = reads.hidden_layers, reads.sampling
         tree = proposer.tree(config)
         self.tree_depth = None if tree is None else tree.depth
-        prompts = list(prompts)
+        prompts, stops = check_call(model, prompts, cache, stop_ids)
         self.sampling = sampling_params("generate", len(prompts), **numbers)
         self.verification: Verification = verification
         _check_verification(verification, proposer.name, self.tree_depth)
@@ -115,6 +119,7 @@ class Engine:
         limits = scheduling.limits(
             *(model, prompts, max_tokens, max_requests, cache, chunk_size),
             vocab_size=config.vocab_size,
+            num_drafts=self.tree_depth or config.num_drafts,
         )
         self.model = model
         self.device = api.device_of(model.params)
@@ -125,7 +130,7 @@ class Engine:
             max_tokens=max_tokens,
             num_drafts=config.num_drafts,
             chunk_size=chunk_size,
-            stop_ids=model.stop_ids if stop_ids is None else stop_ids,
+            stop_ids=stops,
             tree_depth=self.tree_depth,
             drafting=drafting,
         )
@@ -144,28 +149,25 @@ class Engine:
     def warmup(self) -> None:
         """Compiles every shape that the loop runs, with no request in it; measures them if asked.
 
-        The drafter has an executable for each number of rows and of drafts, the target one for each
-        number of rows: 3 * 1 and 3 without `drafting`, 4 * 3 and 4 with `Adaptive()`.
+        The target has an executable for each number of rows, a drafter on the device one for each
+        number of rows and of drafts: 4 and 4 * 3 with `Adaptive()`, 3 and 3 * 1 with "fixed".
         """
         scheduler = self.scheduler
-        most, levels = self.state.config.num_drafts, scheduler.policy.levels
-        buckets = Buckets(
-            requests=(scheduler.max_requests,),
-            tokens=tuple(sorted({num_rows for num_rows, _ in scheduler.shapes})),
-            num_drafts=tuple(level for level in levels if level < most),
-            hidden_dtype=self.model.params["embed"].dtype.name,
-        )
-        api.warmup(self.state, buckets)
         for num_rows, width in scheduler.shapes:
-            self._run_target(self._put(scheduler.pack([], num_rows)), width)
-        if self.draft_probs is not None:
-            for level in levels:
-                widen(self.draft_probs.probs[:, :level], most)
+            for level in scheduler.policy.levels[:1] if self.on_host else scheduler.policy.levels:
+                scheduler.num_drafts = level
+                self._run(scheduler.pack([], num_rows), width)
+        if not self.on_host:  # a request that starts overwrites all that is left of this one
+            self.state = api.release(api.admit(self.state, 0, [0]), 0)
         if not scheduler.policy.has_costs:
             self._measure()
+        self.report.draft_seconds = 0.0
 
     def _measure(self) -> None:
-        """Times passes over empty batches, the shapes in turns: noise is spread over all."""
+        """Times passes over empty batches, the shapes in turns: noise is spread over all.
+
+        Other work on the machine only adds to a time, so the least of each shape counts.
+        """
         scheduler = self.scheduler
         levels, shapes = scheduler.policy.levels, scheduler.shapes[:-1]
         passes, drafts = defaultdict(list), defaultdict(list)
@@ -179,10 +181,9 @@ class Engine:
                 scheduler.num_drafts = level
                 # A host drafter takes the same time for fewer drafts: it cuts what it found.
                 drafts[level].append(0.0 if self.on_host else self._time_drafter())
-        median = {level: statistics.median(seconds) for level, seconds in drafts.items()}
-        extra = {level: seconds - median[levels[0]] for level, seconds in median.items()}
-        scheduler.policy.take_costs(passes, extra)
-        self.report.draft_seconds = 0.0
+        least = {level: min(seconds) for level, seconds in drafts.items()}
+        extra = {level: max(0.0, seconds - least[levels[0]]) for level, seconds in least.items()}
+        scheduler.policy.take_costs({n: min(seconds) for n, seconds in passes.items()}, extra)
 
     def _time_drafter(self) -> float:
         num_rows, width = self.scheduler.shapes[0]
@@ -195,6 +196,7 @@ class Engine:
 
     def run(self, on_tokens: OnTokens | None = None) -> Report:
         """Steps until every prompt is done."""
+        check_on_tokens(on_tokens)
         if not self.scheduler.policy.has_costs:
             self.warmup()
         begin = time.perf_counter()
@@ -218,13 +220,15 @@ class Engine:
         if not has_prompt:
             seconds = time.perf_counter() - begin
             self.scheduler.policy.clock(num_rows, self.scheduler.num_drafts, seconds)
-        num_tokens, ended = self.scheduler.keep(rows, verified.tokens, drafts, on_tokens)
+        ended = self.scheduler.keep(rows, verified.tokens, drafts, on_tokens)
         for slot in ended:
             self.state = api.release(self.state, slot)
         self.report.num_steps += 1
         if has_prompt:
             self.report.prompt_seconds += time.perf_counter() - begin
-            self.report.prompt_tokens += num_tokens
+            self.report.prompt_tokens += sum(
+                len(row.token_ids) - row.num_drafts > 1 and row.backup == PAD_TOKEN for row in rows
+            )
         return True
 
     def _run(self, scheduled: Scheduled, width: int) -> tuple[Verified, Drafts]:

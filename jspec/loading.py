@@ -3,7 +3,6 @@
 The method is read off the checkpoint: every registered proposer says which ones are its own.
 """
 
-import difflib
 import inspect
 import re
 from os import PathLike
@@ -15,7 +14,8 @@ from jax.typing import DTypeLike
 from jspec import checkpoint as checkpoints
 from jspec import proposers
 from jspec.checkpoint import Checkpoint, Model
-from jspec.config import check_float_dtype
+from jspec.config import check_at_least, check_float_dtype
+from jspec.options import did_you_mean
 from jspec.proposers.base import Drafter, Proposer
 
 _LISTED = 24
@@ -53,7 +53,8 @@ def load(
     """Loads a target model, or, with `target`, a drafter for it.
 
     Args:
-      path: a Hugging Face folder (config.json and safetensors), or a GGUF file.
+      path: a Hugging Face folder (config.json and safetensors), a GGUF file, or `owner/name` or
+        `owner/name@revision` of a model on the Hugging Face hub: see `jspec.checkpoint.resolve`.
       dtype: of the weights in memory; what the file holds is converted. By default bfloat16 for a
         target and the target's own for a drafter. Prefer float32 on a CPU, where XLA's bfloat16 is
         several times slower.
@@ -67,9 +68,9 @@ def load(
       The target; or a Drafter, whose config and params `jspec.init` takes.
 
     Raises:
-      FileNotFoundError: a file is missing.
+      FileNotFoundError: a file is missing, or no model has that name.
       KeyError: no such method.
-      TypeError: an option that the method does not have.
+      TypeError: `path` is no path, `target` no Model, or an option that the method does not have.
       ValueError: a file is damaged, the architecture or an option of it is not supported, tensors
         and config do not fit (all are listed), or the checkpoint is not one method's.
 
@@ -78,13 +79,15 @@ def load(
       drafter = jspec.load("path/to/EAGLE3-LLaMA3.1-Instruct-8B", target=model)
       jspec.generate(model, prompts, drafter.config, drafter.params, max_tokens=64)
     """
+    path = checkpoints.resolve(path)
     if target is None:
         given = {"method": method, "num_drafts": num_drafts} | options
         given = [name for name, value in given.items() if value is not None]
         if given:
             raise ValueError(
-                f"load: {', '.join(given)} is a drafter's, and `target` is missing. Load the "
-                "target first and pass target=model; to load a target, leave out the rest."
+                f"load: {', '.join(given)} is a drafter's, and `target` is missing. "
+                f"{did_you_mean(given[0], ['dtype', 'target'])}Load the target first and pass "
+                "target=model; to load a target, leave out the rest."
             )
         return _load_target(path, "bfloat16" if dtype is None else dtype)
     if not isinstance(target, Model):
@@ -92,6 +95,8 @@ def load(
             f"load: `target` is a {type(target).__name__}, wanted a Model. Pass what "
             "jspec.load(path) returned for the target."
         )
+    if num_drafts is not None:
+        check_at_least("load", 1, num_drafts=num_drafts)
     dtype = check_float_dtype("load", target.params["embed"].dtype if dtype is None else dtype)
     proposer = None if method is None else _find(method)
     checkpoint = _open(path)
@@ -102,10 +107,12 @@ def load(
     _check_positions(proposer, checkpoint.config)
     drafter = proposer.load(checkpoint, target, dtype=dtype, num_drafts=num_drafts, **options)
     most = target.config.max_positions
-    if num_drafts is None and drafter.config.num_drafts >= most:
+    if drafter.config.num_drafts >= most:
+        says = "is configured for" if num_drafts is None else "is to make"
         raise ValueError(
-            f"{path} is configured for {drafter.config.num_drafts} drafts, and its target for "
-            f"{most} positions, which they cannot fill. Pass num_drafts=."
+            f"{path} {says} {drafter.config.num_drafts} drafts (block_size or speculative_tokens, "
+            f"or num_drafts=), and its target has {most} positions, which they cannot fill. Pass "
+            "num_drafts=, a smaller number."
         )
     return drafter
 
@@ -186,11 +193,11 @@ def _check_options(proposer: Proposer, options: dict[str, Any]) -> None:
     ]
     unknown = [name for name in options if name not in accepted]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], accepted, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
+        accepted = ["dtype", "method", "num_drafts", *accepted]
         raise TypeError(
-            f"load: method {proposer.name!r} has no option {', '.join(unknown)}. {hint}"
-            f"Leave it out; options here: {', '.join(accepted) or 'none'}."
+            f"load: method {proposer.name!r} has no option {', '.join(unknown)}. "
+            f"{did_you_mean(unknown[0], accepted)}Leave it out; options here: "
+            f"{', '.join(accepted)}."
         )
 
 

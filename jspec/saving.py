@@ -22,7 +22,14 @@ from jspec.checkpoint.new_folder import check_free, new_folder
 from jspec.config import ModelConfig, read_json
 from jspec.models import llama
 from jspec.proposers.base import Drafter
-from jspec.proposers.fitting import Keys, leaves_of, misfits, shapes_of
+from jspec.proposers.fitting import (
+    Keys,
+    check_dtypes,
+    check_token_tables,
+    leaves_of,
+    misfits,
+    shapes_of,
+)
 from jspec.state import Params
 
 _FORMAT = 1
@@ -88,7 +95,8 @@ def restore(path: str | PathLike[str], target: Model | None = None) -> Model | D
     Raises:
       FileNotFoundError: no saved folder is there.
       ValueError: arrays are missing, unknown or of a wrong shape for the config (all are listed);
-        the target is missing, or another one.
+        a table of token ids leads out of the vocabulary; the target is missing, or another one.
+      TypeError: an array has an element type that weights cannot have.
 
     Example:
       drafter = jspec.restore("heads/eagle3", target=model)
@@ -106,7 +114,9 @@ def restore(path: str | PathLike[str], target: Model | None = None) -> Model | D
     _check_fit(path, config, leaves_of(shapes) | shared)
     home = jax.devices()[0] if target is None else next(iter(target.params["embed"].devices()))
     own = orbax.read(path / "params", shapes, SingleDeviceSharding(home)) if shapes else {}
-    params = _nest(leaves_of(own) | shared) or None
+    leaves = leaves_of(own) | shared
+    check_token_tables(str(path), config, leaves)
+    params = _nest(leaves) or None
     if "model" in description:
         fields = description["model"]
         return Model(config, params, **fields | {"stop_ids": tuple(fields["stop_ids"])})
@@ -130,7 +140,7 @@ def read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-_MODEL_FIELDS = ("tokenizer_json", "chat_template", "stop_ids")
+_MODEL_FIELDS = ("tokenizer_json", "tokenizer_config", "chat_template", "stop_ids")
 
 # Arrays by their keys.
 
@@ -190,6 +200,7 @@ def _check_fit(path: Path, config: Any, found: dict[Keys, Any]) -> None:
             f"{path}: the arrays do not fit the config in jspec.json:\n{problems}"
             "Save it again, and pass the target that it was saved with."
         )
+    check_dtypes(str(path), wanted, found)
 
 
 # Configs in JSON: an object with its class for a dataclass or a named tuple, a list for a tuple.

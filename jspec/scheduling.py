@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jspec import adaptive
-from jspec.adaptive import Adaptive, BatchSizeSchedule
+from jspec.adaptive import Drafting
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig, check_at_least
@@ -84,7 +84,7 @@ class Scheduler:
     A step has one of few shapes (flat rows, most logits rows a request), so that few executables
     serve a whole run: one row a request, drafts after it, or a chunk of some prompt. Drafts take
     the smallest shape that holds them; there is one for each number of drafts that `drafting` may
-    ask for, without it one.
+    ask for.
 
     Args:
       prompts: token ids.
@@ -95,7 +95,7 @@ class Scheduler:
       chunk_size: most rows of a step that reads prompts.
       stop_ids: ids that end a request.
       tree_depth: where drafts form trees: most of them that can be accepted in a step.
-      drafting: how many tokens are drafted and verified; None = as many as possible.
+      drafting: how many tokens are drafted and verified; as `jspec.generate`.
 
     Attributes:
       num_drafts: how many tokens to draft after the step that was scheduled last.
@@ -110,9 +110,9 @@ class Scheduler:
         max_tokens: int,
         num_drafts: int,
         chunk_size: int,
-        stop_ids: Sequence[int],
+        stop_ids: Collection[int],
         tree_depth: int | None = None,
-        drafting: Adaptive | BatchSizeSchedule | None = None,
+        drafting: Drafting | None = None,
     ):
         self.policy = adaptive.policy(
             drafting, num_drafts=num_drafts, max_requests=max_requests, tree_depth=tree_depth
@@ -131,7 +131,6 @@ class Scheduler:
         self.waiting = deque(
             Request(i, list(p), len(p), min(len(p) + max_tokens, limits.max_model_len))
             for i, p in enumerate(prompts)
-            if len(p) < limits.max_model_len  # a prompt that long gets no token
         )
         self.running: dict[int, Request] = {}
         self.generations = [Generation([], "length") for _ in prompts]
@@ -206,7 +205,7 @@ class Scheduler:
         verified: np.ndarray,
         drafts: Drafts,
         on_tokens: OnTokens | None = None,
-    ) -> tuple[int, list[int]]:
+    ) -> list[int]:
         """Adds a step's tokens to its requests, and counts them.
 
         A request ends with its first stop token; tokens after it are dropped and not counted.
@@ -218,9 +217,9 @@ class Scheduler:
           on_tokens: called for each request that got tokens.
 
         Returns:
-          (num_tokens, ended): tokens gained, and the slots of requests that are done.
+          The slots of requests that are done.
         """
-        num_tokens, ended = 0, []
+        ended = []
         for b, row in enumerate(rows):
             request = self.running[row.slot]
             request.num_computed += len(row.token_ids) - row.num_drafts
@@ -237,7 +236,6 @@ class Scheduler:
                 self.stats.observe_draft(num_drafts, num_accepted)
             request.num_computed += num_accepted
             request.tokens += kept
-            num_tokens += len(kept)
             request.drafts = drafts.tokens[b, : drafts.num_drafts[b]].tolist()
             if drafts.parents is not None:
                 request.parents = drafts.parents[b, : drafts.num_drafts[b]].tolist()
@@ -251,7 +249,7 @@ class Scheduler:
                 self.free_pages += request.pages
                 del self.running[row.slot]
                 ended.append(row.slot)
-        return num_tokens, ended
+        return ended
 
     def pack(self, rows: Sequence[Rows], num_rows: int) -> Scheduled:
         """Lays a step's rows out, padded to one of the shapes."""
@@ -327,11 +325,13 @@ def limits(
     chunk_size: int,
     *,
     vocab_size: int | None = None,
+    num_drafts: int = 0,
 ) -> CacheConfig:
     """Checks the arguments; without a `cache`, returns sizes that just hold the prompts.
 
     Args:
       vocab_size: the drafter's, where it has one; it may be smaller than the target's.
+      num_drafts: most drafts that can follow each other.
     """
     check_at_least(
         "generate", 1, max_tokens=max_tokens, max_requests=max_requests, chunk_size=chunk_size
@@ -340,18 +340,29 @@ def limits(
     if context > model.config.max_positions:
         raise ValueError(
             f"generate: cache.max_model_len is {context}, above the {model.config.max_positions} "
-            "positions that the model was made for. Lower it."
+            "positions that the model was made for. Lower it, or load the model with RoPE scaling "
+            "(yarn) in its config.json, which stretches them."
         )
     vocab_size = min(model.config.vocab_size, vocab_size or model.config.vocab_size)
     for i, prompt in enumerate(prompts):
         check_prompt(f"generate: prompts[{i}]", prompt, max_len=context, vocab_size=vocab_size)
+        if len(prompt) == context:
+            raise ValueError(
+                f"generate: prompts[{i}]: the prompt has {context} tokens, which is max_model_len: "
+                "no token can be added. Shorten it, or raise CacheConfig.max_model_len."
+            )
     longest = max((min(len(p) + max_tokens, context) for p in prompts), default=1)
+    # Whole powers of two: calls of alike size share their executables.
+    size = min(context, max(64, 1 << (longest - 1).bit_length())) if cache is None else context
+    if num_drafts >= size:
+        raise ValueError(
+            f"generate: `num_drafts` is {num_drafts}, and requests have at most {size} tokens "
+            "(max_model_len), which drafts cannot fill. Lower num_drafts."
+        )
     if cache is None:
-        # Whole powers of two: calls of alike size share their executables.
-        max_model_len = min(context, max(64, 1 << (longest - 1).bit_length()))
-        num_pages = math.ceil(max_model_len / 16) * max_requests
+        num_pages = math.ceil(size / 16) * max_requests
         dtype = str(jax.tree.leaves(model.params)[0].dtype)
-        return CacheConfig(num_pages=num_pages, max_model_len=max_model_len, dtype=dtype)
+        return CacheConfig(num_pages=num_pages, max_model_len=size, dtype=dtype)
     needed = math.ceil(longest / cache.page_size)
     if needed > cache.num_pages:
         raise ValueError(

@@ -1,6 +1,7 @@
 """What crosses the boundary of a step: frozen pytrees of arrays, with static sizes beside them."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, dataclass_transform, no_type_check
 
@@ -35,6 +36,27 @@ def pytree(cls: type[_T]) -> type[_T]:
     return jax.tree_util.register_dataclass(frozen)
 
 
+class Warmed:
+    """What `jspec.warmup` compiled for a state and those that follow from it: host bookkeeping.
+
+    Any two are equal, so that states that differ in it alone are the same to JAX.
+
+    Attributes:
+      strict: a step of another form is refused.
+      forms: by function: arguments that it is compiled for, see `jspec._warmed.forms_of`.
+    """
+
+    def __init__(self):
+        self.strict = False
+        self.forms: dict[str, list[Mapping[str, Any]]] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Warmed)
+
+    def __hash__(self) -> int:
+        return hash(Warmed)
+
+
 @pytree
 class State:
     """What a proposer carries between steps.
@@ -46,6 +68,7 @@ class State:
       occupied: host bookkeeping: the rows that `admit` took and `release` has not returned.
       params: weights; never donated.
       memory: donated by `admit`, `propose`, `step` and `release`: the old one is dead afterwards.
+      warmed: host bookkeeping of `warmup`; shared by all states that follow from one `init`.
     """
 
     config: Any = static()
@@ -54,6 +77,7 @@ class State:
     occupied: frozenset[int] = static()
     params: Params
     memory: Memory
+    warmed: Warmed = static(default_factory=Warmed)
 
 
 @pytree
@@ -72,8 +96,8 @@ class Scheduled:
       seq_lens: KV length with all rows of this step, rejected ones included.
       block_table: pages of each request in order; PAD where there is none.
       num_drafts: drafts that this step verified.
-      request_slot: persistent row of the request, 0..max_requests-1. No two live requests of a step
-        share one: what such two get drafted means nothing; the others keep what is theirs.
+      request_slot: persistent row of the request, 0..max_requests-1, from `admit` to `release`. No
+        two live requests of a step share one; see docs/data-contract.md, "What is refused".
       backup_token: the known next token where nothing was sampled (the next prompt token of a
         chunked prefill).
       discard: True where sampled tokens must not count (unfinished prefill, padding).

@@ -34,6 +34,8 @@ jax.config.update("jax_disable_most_optimizations", "JSPEC_TEST_QUICK" in os.env
 settings.register_profile("jspec", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("jspec")
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that leads nowhere is not looked for on the hub
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -165,7 +165,7 @@ def _judge(error: Exception, folder: Folder) -> str:
     if not isinstance(error, _ERRORS) or not ours:
         return "TRACEBACK"
     text = re.sub(r"\d+", "*", str(error))  # layers may be listed together
-    listed = text.startswith("the checkpoint's tensors do not fit its config:")
+    listed = "the checkpoint's tensors do not fit its config:" in text
     names = [*folder.keys, *(_FIELDS[key] for key in folder.keys if key in _FIELDS)]
     names += [name.removeprefix("model.") for name in names]
     named = any(re.sub(r"\d+", "*", name) in text for name in names)

@@ -169,5 +169,5 @@ def dense_norm(x, weight, eps) -> np.ndarray:
 
 def dense_mlp(params, x) -> np.ndarray:
     """Runs the gated MLP in float64."""
-    gate, up = np.split(x @ params["gate_up"], 2, axis=-1)
-    return (gate / (1 + np.exp(-gate)) * up) @ params["down"]
+    gate, up = np.split(x @ params["gate_up"] + params.get("gate_up_bias", 0), 2, axis=-1)
+    return (gate / (1 + np.exp(-gate)) * up) @ params["down"] + params.get("down_bias", 0)

@@ -30,6 +30,10 @@ def sizes_of(name):
     sizes = [key for key, value in config.items() if type(value) is int and key in SIZES]
     if name == "mimo_mtp":  # the modules come with a target, whose layers they do not read
         sizes.remove("num_hidden_layers")
+    if FOLDERS.get(name, ("",))[0].startswith(
+        "eagle"
+    ):  # the tensors count, see test_config_tensors
+        sizes.remove("num_hidden_layers")
     return sizes
 
 
@@ -142,5 +146,6 @@ def test_heads_and_blocks_are_counted_not_read_off_their_numbers(tmp_path):
     (folder / "model.safetensors").unlink()
     far = {f"blocks.{ABSURD}.layers.0.weight": tensors["blocks.0.layers.0.weight"]}
     save_file(tensors | far, folder / "model.safetensors")
-    drafter = jspec.load(folder, target=recorded_target(FOLDERS[name][1]), dtype="float32")
+    with pytest.warns(UserWarning, match="num_heads 3, and the checkpoint has 4 heads"):
+        drafter = jspec.load(folder, target=recorded_target(FOLDERS[name][1]), dtype="float32")
     assert drafter.config.num_drafts == FOLDERS[name][2]

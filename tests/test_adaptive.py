@@ -14,7 +14,8 @@ COSTS = Costs(passes={1: 10.0, 3: 12.0, 5: 16.0}, drafts={0: 0.0, 2: 0.0, 4: 0.0
 
 def one_request(costs=COSTS, **options):
     """A policy of up to four drafts for one request in slot 0."""
-    policy = ByEarnings(Adaptive(costs=costs, **options), num_drafts=4, max_requests=1)
+    drafting = Adaptive(levels=(0, 2, 4), costs=costs, **options)
+    policy = ByEarnings(drafting, num_drafts=4, max_requests=1)
     policy.start(0)
     return policy
 
@@ -106,7 +107,7 @@ def test_outcomes_of_a_request_are_those_of_its_positions_and_end_at_the_first_e
     policy.observe(0, [5], [], None)
     policy.observe(0, [6], [], None)
     kept = policy._requests[0]
-    assert kept.chances == pytest.approx([(0.4 + 2) / 3, (0.4 + 2) / 3, 0.4 / 2, 0.4], abs=1e-4)
+    assert kept.chances == pytest.approx([(0.5 + 2) / 3, (0.5 + 2) / 3, 0.5 / 2, 0.5], abs=1e-4)
 
 
 def test_a_new_request_starts_from_what_others_knew_and_forgets_the_one_before():
@@ -142,8 +143,10 @@ def test_everything_is_verified_where_everything_was_kept():
     [
         # tokens by rows 1, 3, 5: 1, 1.110, 1.111; rates 0.1, 0.0925, 0.069
         ([0.1, 0.1, 0.1, 0.1], 0),
-        # 1, 1.24, 1.2496: 0.1, 0.1033, 0.078
-        ([0.2, 0.2, 0.2, 0.2], 2),
+        # 1, 1.24, 1.2496: 0.1, 0.1033, 0.078: a gain of 3 % is within the error
+        ([0.2, 0.2, 0.2, 0.2], 0),
+        # 1, 1.3125, 1.332: 0.1, 0.1094, 0.083
+        ([0.25, 0.25, 0.25, 0.25], 2),
         # 1, 2.25, 2.29: 0.1, 0.1875, 0.143
         ([1.0, 0.25, 0.1, 0.5], 2),
         # 1, 2.71, 4.10: 0.1, 0.226, 0.256
@@ -172,14 +175,15 @@ def test_more_rows_never_count_as_cheaper():
 
 def test_requests_share_the_rows_by_their_chances():
     costs = Costs(passes={3: 10.0, 9: 11.0, 15: 100.0}, drafts=COSTS.drafts)
-    policy = ByEarnings(Adaptive(costs=costs), num_drafts=4, max_requests=3)
+    drafting = Adaptive(levels=(0, 2, 4), costs=costs)
+    policy = ByEarnings(drafting, num_drafts=4, max_requests=3)
     for slot, chance in enumerate((0.9, 0.1, 0.6)):
         policy.start(slot)
         policy._requests[slot] = Acceptance([chance] * 4, memory=8.0)
     # Nine rows hold six drafts: 0.9, 0.81, 0.729, 0.656 of the first, 0.6, 0.36 of the third.
     assert policy.verify({0: 4, 1: 4, 2: 4}) == {0: 4, 1: 0, 2: 2}
     assert policy.verify({0: 1, 1: 4, 2: 4}) == {0: 1, 1: 1, 2: 4}
-    assert policy.verify({1: 4}) == {1: 4}  # eight of nine rows are free beside its own
+    assert policy.verify({2: 4}) == {2: 4}  # eight of nine rows are free beside its own
 
 
 def test_a_tree_is_verified_whole_or_not_at_all():
@@ -205,12 +209,12 @@ def test_drafting_is_chosen_by_what_it_costs():
 
 
 def test_probes_take_their_share_of_the_time_and_no_more():
-    """Of steps of 10, 2 % save up 0.2 each: a draft for 3 is paid for by 15 steps."""
+    """Of steps of 10, 2 % save up 0.2 each: after the first one, 15 steps pay for a draft of 3."""
     costs = dataclasses.replace(COSTS, drafts={0: 0.0, 2: 3.0, 4: 3.0})
     policy = one_request(costs)
     feed(policy, [0] * 20)
     drafted = [policy.draft([0]) for _ in range(150)]
-    assert [i for i, count in enumerate(drafted) if count] == list(range(14, 150, 15))
+    assert [i for i, count in enumerate(drafted) if count] == list(range(0, 150, 15))
     assert set(drafted) == {0, 4}
 
 
@@ -237,8 +241,8 @@ def test_a_policy_at_zero_finds_back_when_drafts_come_true_again():
 # Costs.
 
 
-def test_costs_are_medians_and_one_slow_step_does_not_count():
-    meter = Meter({1: [1.0, 9.0, 2.0], 3: [3.0]}, {0: 0.0, 4: 1.0})
+def test_one_slow_step_does_not_count():
+    meter = Meter({1: 2.0, 3: 3.0}, {0: 0.0, 4: 1.0})
     assert [meter.run(1), meter.run(3), meter.draft(4)] == [2.0, 3.0, 1.0]
     for seconds in (300.0, 3.0, 3.0):
         meter.observe(1, 4, seconds)
@@ -246,14 +250,14 @@ def test_costs_are_medians_and_one_slow_step_does_not_count():
 
 
 def test_a_machine_that_slows_down_does_so_for_every_shape():
-    meter = Meter({1: [2.0] * 5, 3: [3.0] * 5}, {0: 0.0, 4: 1.0})
+    meter = Meter({1: 2.0, 3: 3.0}, {0: 0.0, 4: 1.0})
     for _ in range(3):
         meter.observe(1, 0, 4.0)
     assert [meter.run(1), meter.run(3), meter.draft(4)] == [4.0, 6.0, 2.0]
 
 
 def test_a_shape_that_costs_more_than_measured_at_first_is_learned():
-    meter = Meter({1: [2.0] * 5, 3: [3.0] * 5}, {0: 0.0, 4: 1.0})
+    meter = Meter({1: 2.0, 3: 3.0}, {0: 0.0, 4: 1.0})
     for _ in range(3):
         meter.observe(1, 0, 2.0)
         meter.observe(1, 4, 3.0)
@@ -262,4 +266,4 @@ def test_a_shape_that_costs_more_than_measured_at_first_is_learned():
 
 
 def test_drafting_more_never_counts_as_cheaper():
-    assert Meter({1: [1.0]}, {0: 0.0, 2: 0.5, 4: 0.25}).draft(4) == 0.5
+    assert Meter({1: 1.0}, {0: 0.0, 2: 0.5, 4: 0.25}).draft(4) == 0.5

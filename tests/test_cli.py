@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from jspec import cli, measure
+from jspec.cli import drafters
 from tests.conftest import GOLDEN
 from tests.marks import slow_ones
 from tests.text_models import with_tokenizer
@@ -30,7 +31,14 @@ KEYS = {
     "plain_tokens_per_second",
     "speedup",
     "identical_to_plain",
+    "differing_prompts",
+    "near_ties",
+    "skipped_prompts",
     "texts",
+}
+PROMPT_KEYS = {
+    *("index", "source", "sample", "seed", "prompt_tokens", "tokens", "accepted_tokens"),
+    *("finish_reason", "token_ids", "text"),
 }
 
 
@@ -60,13 +68,22 @@ def generate(*words):
 
 
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
-def test_json_is_one_object_with_every_key(folder, capfd, method):
+def test_json_is_a_line_a_prompt_and_one_of_the_run_with_every_key(folder, capfd, method):
     words = ["--model", folder, "--method", method, "--num-drafts", 3, "--prompt", "abcabcab"]
     words += ["--prompt", "xyz", "--max-tokens", 24, "--compare-plain", "--json"]
     assert generate(*words) == 0
-    result = json.loads(capfd.readouterr().out)
+    *lines, result = map(json.loads, capfd.readouterr().out.splitlines())
     assert set(result) == KEYS
     assert result["method"] == method and result["num_drafts"] == 3 and result["prompts"] == 2
+    assert [set(line) for line in lines] == [PROMPT_KEYS] * 2
+    for i, (line, length) in enumerate(zip(lines, (8, 3), strict=True)):
+        assert (line["index"], line["source"], line["sample"]) == (i, f"--prompt {i + 1}", 0)
+        assert line["prompt_tokens"] == length and line["seed"] is None
+        assert line["finish_reason"] == ("length" if line["tokens"] == 24 else "stop")
+        assert len(line["token_ids"]) == line["tokens"]
+    for key in ("tokens", "accepted_tokens"):
+        assert sum(line[key] for line in lines) == result[key]
+    assert [line["text"] for line in lines] == result["texts"]
     assert result["identical_to_plain"] is True
     assert result["speedup"] == pytest.approx(
         result["tokens_per_second"] / result["plain_tokens_per_second"]
@@ -90,10 +107,10 @@ def test_json_is_one_object_with_every_key(folder, capfd, method):
 )
 def test_a_drafter_from_disk_decodes_the_same_text(target, capfd, head, method, words, num_drafts):
     words = ["--model", target, "--drafter", GOLDEN / "models" / head, *words, "--json"]
-    words += ["--prompt", "abcabcab", "--max-tokens", 16, "--compare-plain"]
+    words += ["--prompt", "abcabcab", "--max-tokens", 16, "--compare-plain", "--no-adaptive"]
     assert generate(*words) == 0
     result = json.loads(capfd.readouterr().out)
-    assert set(result) == KEYS
+    assert set(result) == KEYS | PROMPT_KEYS  # of a single prompt, in one object
     assert result["method"] == method and result["num_drafts"] == num_drafts
     assert result["identical_to_plain"] is True
     assert result["draft_tokens"] > 0
@@ -150,14 +167,18 @@ def test_text_for_people_streams_and_then_sums_up(folder, capfd):
         (["--min-n", "4", "--max-n", "2"], "4.*2"),
         (["--method", "suffix", "--min-n", "4"], "--min-n has no effect with --method suffix"),
         (["--method", "ngram", "--min-prob", "0.5"], "--min-prob has no effect.*--max-n"),
-        (["--method", "none", "--num-drafts", "3"], "--num-drafts has no effect.*none"),
+        (
+            ["--method", "none", "--num-drafts", "3"],
+            "--num-drafts has no effect.*none. Leave it out.$",
+        ),
+        (["--num-drafts", "10000"], "num_drafts. is 10000.*at most 64 tokens.*Lower num_drafts"),
         (["--method", "suffix", "--min-prob", "2"], "min_token_prob"),
         (["--method", "suffix", "--warm-start", "no", "--model", "nowhere"], "'no' is no file"),
-        (["--prompt", "", "--raw"], r"prompts\[1\]: the prompt is empty.*BOS"),
+        (["--prompt", "", "--raw"], "--prompt 2: the prompt is empty.*BOS"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--dtype", "int8"], "float32 or bfloat16"),
         (["--model", "nowhere/model"], "nowhere/model"),
-        (["--prompt", "a" * 600], "max_model_len"),
+        (["--prompt", "a" * 600], "--prompt 2: the prompt has 600 tokens.*512.*--skip-bad"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_1(folder, capfd, words, message):
@@ -167,6 +188,17 @@ def test_an_error_is_one_line_and_exit_code_1(folder, capfd, words, message):
     assert captured.out == ""
     assert captured.err.startswith("jspec: ") and captured.err.count("\n") == 1
     assert re.search(message, captured.err)
+
+
+@pytest.mark.parametrize(
+    "words,bounds",
+    [([], (2, 4)), (["--min-n", 7], (7, 7)), (["--max-n", 1], (1, 1)), (["--min-n", 3], (3, 4))],
+)
+def test_a_default_bound_of_n_grams_gives_way_to_the_one_that_is_passed(words, bounds):
+    words = ["generate", "--model", "m", *map(str, words)]
+    for method in ("ngram", "ngram_gpu"):
+        config = drafters.without_weights(method, cli._parser().parse_args(words))
+        assert (config.prompt_lookup_min, config.prompt_lookup_max) == bounds
 
 
 def test_a_model_without_a_tokenizer_says_where_it_belongs(capfd):
@@ -192,6 +224,7 @@ def test_ctrl_c_ends_quietly(folder, capfd, monkeypatch):
 
 def test_ctrl_c_in_the_middle_of_a_text_ends_the_process_quietly(folder):
     words = [*("--model", folder, "--prompt", "abc", "--max-tokens", "500"), "--raw"]
+    words += ["--method", "none"]  # the slowest: it ends by the signal, not by itself
     words = [sys.executable, "-u", "-m", "jspec", "generate", *map(str, words)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         running.stdout.read(1)  # it decodes

@@ -42,7 +42,7 @@ def run(*words):
 def test_every_method_gets_a_row_with_every_number(folder, suite, tmp_path, capfd, sampled):
     picture = tmp_path / "bench.png"
     words = ["--model", folder, "--suite", suite, "--drafter", f"draft_model={HEAD}"]
-    words += ["--num-drafts", 2, "--max-tokens", 10, "--batch-size", 2, "--raw"]
+    words += ["--num-drafts", 2, "--max-tokens", 10, "--batch-size", 2, "--raw", "--no-adaptive"]
     words += ["--methods", "suffix,draft_model", "--picture", picture, "--json"]
     if sampled:
         words += ["--temperature", 0.7, "--seed", 5]
@@ -83,6 +83,8 @@ ROW = {
     "tokens_per_second": 20.0,
     "speedup": 2.0,
     "identical_to_plain": True,
+    "differing_prompts": None,
+    "near_ties": None,
     "draft_ms": 0.25,
     "verify_ms": 3.0,
 }
@@ -122,6 +124,29 @@ def test_the_table_has_a_line_for_each_and_a_difference_is_exit_code_1(
         assert lines[3].split() == "ngram 2 10 1.25 1.50 50 0 0.25 3.00 20.0 2.00 yes".split()
 
 
+def test_cells_have_ties_and_the_first_positions():
+    row = ROW | {"method": "x", "identical_to_plain": False, "differing_prompts": 3, "near_ties": 2}
+    assert bench._cells(row)[-1] == "NO, 2 of 3 by ties"
+    row |= {"near_ties": 0, "acceptance_per_position": [0.5] * 13}
+    assert bench._cells(row)[-1] == "NO"
+    assert bench._cells(row)[5] == " ".join(["50"] * 12) + " ..."
+
+
+def test_a_bad_row_of_a_suite_is_named_or_skipped(folder, tmp_path, capfd, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        bench, "_measure", lambda arguments, model, ids, *_: seen.append(ids) or ROWS[:2]
+    )
+    suite = tmp_path / "S.JSONL"
+    suite.write_text('{"prompt": "a"}\n{"prompt": 3}\n{"prompt": "b"}\n{"prompt": "c"}\n')
+    words = ["--model", folder, "--suite", suite, "--num-prompts", 2]
+    assert run(*words) == 1
+    assert f"{suite}, line 2 is " in capfd.readouterr().err
+    assert run(*words, "--skip-bad") == 0
+    assert seen == [[[97], [98]]]
+    assert "prompts 2, skipped prompts 1, " in capfd.readouterr().out
+
+
 def test_equal_curves_of_a_picture_are_both_seen():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import to_rgb
@@ -156,9 +181,10 @@ def test_drafts_verified_by_chance_are_not_called_identical(folder, suite, capfd
         (["--methods", "ngrm"], "Did you mean 'ngram'"),
         (["--drafter", "eagle3"], "wanted METHOD=PATH"),
         (["--drafter", "ngram=x"], "ngram has no weights"),
-        (["--drafter", "eagle3=nowhere"], "'nowhere' does not exist"),
+        (["--drafter", "eagle3=nowhere"], "--drafter eagle3: 'nowhere' does not exist"),
         (["--drafter", f"medusa={HEAD}", "--methods", "ngram"], "Add it to --methods"),
         (["--drafter", f"medusa={HEAD}", "--drafter", f"medusa={HEAD}"], "medusa twice"),
+        (["--num-drafts", "10000"], "num_drafts. is 10000.*Lower num_drafts"),
         (["--suite", "nowhere"], "nowhere is no file"),
         (["--num-prompts", "0"], "--num-prompts"),
         (["--picture", "x.gif"], "--picture is x.gif.*.png"),

@@ -73,6 +73,7 @@ def test_a_recorded_model_goes_to_orbax_and_back_bit_by_bit(name, tmp_path, capf
 def test_texts_and_dtype_come_along(tmp_path, capfd):
     source = with_tokenizer(tmp_path / "source", "draft_llama_small")
     (source / "chat_template.jinja").write_text("<|im_start|>")
+    (source / "tokenizer_config.json").write_text('{"bos_token": "a", "eos_token": "é"}')
     assert convert(source, tmp_path / "saved", "--dtype", "bfloat16") == 0
     assert convert(tmp_path / "saved", tmp_path / "again") == 0, capfd.readouterr().err
     model, again = jspec.load(source), jspec.load(tmp_path / "again")
@@ -80,7 +81,19 @@ def test_texts_and_dtype_come_along(tmp_path, capfd):
     assert again.tokenizer_json is not None and again.chat_template == "<|im_start|>"
     assert json.loads((tmp_path / "again" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert all(x.dtype == ml_dtypes.bfloat16 for x in tensors(tmp_path / "again").values())
+    assert again.tokenizer_config == {"bos_token": "a", "eos_token": "é"}
     assert same(again.params, model.params)
+
+
+def test_several_chat_templates_come_along(tmp_path):
+    source = with_tokenizer(tmp_path / "source", "draft_llama_small")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "short.jinja").write_text("s")
+    assert convert(source, tmp_path / "saved") == 0
+    assert convert(tmp_path / "saved", tmp_path / "again") == 0
+    again = jspec.load(tmp_path / "again")
+    assert again.chat_template == jspec.load(source).chat_template
+    assert set(again.chat_template) == {"default", "short"}
 
 
 def test_a_recorded_head_goes_to_orbax_without_what_its_target_has(tmp_path, capfd):
@@ -247,7 +260,10 @@ def test_params_that_the_rules_do_not_cover_are_named():
                 original_max_len=64,
             )
         },
-        {"rope": RopeConfig(kind="yarn", factor=4.0, original_max_len=64, truncate=False)},
+        {
+            "max_positions": 256,
+            "rope": RopeConfig(kind="yarn", factor=4.0, original_max_len=64, truncate=False),
+        },
         {"rope": RopeConfig(mrope_section=(2, 1, 1), mrope_interleaved=True)},
     ],
 )

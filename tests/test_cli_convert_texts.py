@@ -55,8 +55,13 @@ def test_the_files_of_a_folder_are_copied_as_they_are(source, tmp_path):
     for name, text in ORIGINALS.items():
         (source / name).write_text(text)
     (source / "tokenizer.model").write_bytes(b"\x00\xff")
+    (source / "chat_template.jinja").unlink()
+    more = source / "additional_chat_templates" / "brief.jinja"
+    more.parent.mkdir()
+    more.write_text("{{ messages[0].content }}")
+    names = (*ORIGINALS, "tokenizer.json", "tokenizer.model", more.relative_to(source))
     for folder in both_ways(source, tmp_path):
-        for name in (*ORIGINALS, "tokenizer.json", "tokenizer.model"):
+        for name in names:
             assert (folder / name).read_bytes() == (source / name).read_bytes()
         assert not (folder / "chat_template.jinja").exists()  # it is in tokenizer_config.json
         assert jspec.load(folder)[2:] == jspec.load(source)[2:]

@@ -39,10 +39,14 @@ def own_cache(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
 
 
-def texts(capfd, *words):
+def lines(capfd, *words):
     words = ["generate", *map(str, words), "--max-tokens", "10", "--json"]
     assert cli.main(words) == 0, capfd.readouterr().err
-    return json.loads(capfd.readouterr().out)
+    return list(map(json.loads, capfd.readouterr().out.splitlines()))
+
+
+def texts(capfd, *words):
+    return lines(capfd, *words)[-1]
 
 
 def test_a_batch_has_the_texts_of_one_prompt_at_a_time(folder, file, capfd):
@@ -62,19 +66,76 @@ def test_sampled_text_depends_on_the_seed_and_not_on_the_drafts(folder, file, ca
     assert plain == again != other
 
 
+def test_samples_of_a_prompt_are_those_of_its_seeds(folder, capfd):
+    words = ["--model", folder, "--temperature", 1.5, "--seed", 3, "--num-drafts", 2]
+    asked = ["--prompt", "abcabc", "--prompt", "xyxyx"]
+    *samples, result = lines(capfd, *words, *asked, "--num-samples", 3, "--batch-size", 2)
+    samples.sort(key=lambda line: (line["index"], line["sample"]))  # they come as they end
+    shown = [(line["index"], line["sample"], line["seed"]) for line in samples]
+    assert shown == [(i, n, 3 + n) for i in range(2) for n in range(3)]
+    assert result["prompts"] == 6
+    assert result["texts"] == [line["text"] for line in samples]
+    assert len(set(result["texts"])) == 6
+    words[5] = 4  # the seed
+    alone = texts(capfd, *words, "--prompt", "xyxyx")
+    assert alone["text"] == samples[4]["text"] and alone["seed"] == 4
+
+
+def test_samples_for_people_are_numbered(folder, capfd):
+    words = ["--model", folder, "--prompt", "ab", "--temperature", 1, "--num-samples", 2]
+    assert cli.main(["generate", *map(str, words), "--max-tokens", "2"]) == 0
+    out = capfd.readouterr().out
+    assert "[1] ab (sample 1)" in out and "[2] ab (sample 2)" in out
+
+
+def test_a_suite_with_bad_rows_is_refused_or_decoded_without_them(folder, tmp_path, capfd):
+    suite = tmp_path / "s.jsonl"
+    rows = [{"prompt": "ok"}, {"text": 1}, {"prompt": "ab" * 300}, {"prompt": ""}, {"prompt": "b"}]
+    suite.write_text("\n".join(map(json.dumps, rows)))
+    words = ["--model", folder, "--raw", "--prompt-file", suite, "--num-drafts", 2]
+    assert cli.main(["generate", *map(str, words), "--max-tokens", "10"]) == 1
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith(f"jspec: {suite}, line 2 is ")
+    words.append("--skip-bad")
+    words = ["generate", *map(str, words), "--max-tokens", "10", "--json"]
+    assert cli.main(words) == 0
+    out, err = capfd.readouterr()
+    *prompts, result = map(json.loads, out.splitlines())
+    assert [line["source"] for line in prompts] == [f"{suite}, line {n}" for n in (1, 5)]
+    assert (result["prompts"], result["skipped_prompts"]) == (2, 3)
+    assert [f"{suite}, line {n}" in err for n in (1, 2, 3, 4, 5)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_positions_past_the_twelfth_are_not_printed_for_people(folder, capfd):
+    words = ["--model", folder, "--prompt", "ab", "--num-drafts", 20, "--max-tokens", 4]
+    assert cli.main(["generate", *map(str, words)]) == 0
+    line = next(x for x in capfd.readouterr().out.splitlines() if "per position" in x)
+    assert len(line.split()) == 3 + 12 + 1 and line.endswith(" ...")
+
+
 @pytest.mark.slow
 def test_chance_is_not_compared_token_by_token(folder, file, capfd):
     words = ["--model", folder, "--prompt-file", file, "--temperature", 1.5, "--num-drafts", 2]
-    words += ["--drafter", folder, "--draft-sampling", "probabilistic"]
+    words += ["--drafter", folder, "--draft-sampling", "probabilistic", "--no-adaptive"]
     result = texts(capfd, *words, "--verification", "block", "--compare-plain")
     assert result["identical_to_plain"] is None and result["speedup"] > 0
     # The drafter is its own target: what it draws is kept, but where rounding refuses it.
     assert result["acceptance_rate"] > 0.9
 
 
-def test_adaptive_drafting_keeps_the_text(folder, file, capfd):
-    words = ["--model", folder, "--prompt-file", file, "--num-drafts", 2, "--adaptive"]
-    assert texts(capfd, *words, "--compare-plain")["identical_to_plain"] is True
+@pytest.mark.parametrize("choice", ["--adaptive", "--no-adaptive"])
+def test_adaptive_drafting_keeps_the_text(choice, folder, file, capfd):
+    words = ["--model", folder, "--prompt-file", file, "--num-drafts", 2, "--min-n", 1, choice]
+    result = texts(capfd, *words, "--compare-plain")
+    assert result["identical_to_plain"] is True
+    if choice == "--no-adaptive":
+        assert result["draft_tokens"] > 0
 
 
 @pytest.mark.slow

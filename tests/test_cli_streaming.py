@@ -1,10 +1,11 @@
 """What people see while prompts are decoded."""
 
 import io
+import json
 
-from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.cli import streaming
-from jspec.cli.streaming import Progress, Text
+from jspec.cli.streaming import Ends, Progress, Records, Text
+from jspec.text import Tokenizer
 from tests.text_models import character_tokenizer
 
 STOP = 0
@@ -17,7 +18,8 @@ class Terminal(io.StringIO):
 
 def text(budgets, titles=None):
     tokenizer = Tokenizer.from_json(character_tokenizer().to_str())
-    return Text(tokenizer, budgets, [STOP], titles or [f"prompt {i}" for i in range(len(budgets))])
+    titles = titles or [f"prompt {i}" for i in range(len(budgets))]
+    return Text(tokenizer, Ends(budgets, [STOP]), titles)
 
 
 def ids(letters):
@@ -29,7 +31,6 @@ def test_one_prompt_is_its_text_alone(capsys):
     show(0, ids("ab"), 1)
     assert capsys.readouterr().out == "ab"  # at once
     show(0, ids("cd"), 1)
-    show.finish()
     assert capsys.readouterr().out == "cd\n\n"
 
 
@@ -42,15 +43,38 @@ def test_prompts_decoded_together_are_shown_one_after_the_other(capsys):
     show(0, ids("bc"), 1)
     assert capsys.readouterr().out == "bc\n\n[2] prompt 1\nxy\n\n[3] prompt 2\nm"
     show(2, [*ids("n"), STOP], 0)
-    show.finish()
     assert capsys.readouterr().out == "n\x00\n\n"
 
 
-def test_a_prompt_without_a_token_ends_too(capsys):
-    show = text([0, 1])
-    show(1, ids("z"), 0)
-    show.finish()
-    assert capsys.readouterr().out == "[1] prompt 0\n\n\n[2] prompt 1\nz\n\n"
+def test_each_prompt_is_a_line_of_json_as_soon_as_it_ends(capsys):
+    tokenizer = Tokenizer.from_json(character_tokenizer().to_str())
+    begun = [{"source": "a"}, {"source": "b"}]
+    records = Records(tokenizer, Ends([3, 3], [STOP]), begun, shown=True)
+    records(0, ids("xy"), 1)
+    assert capsys.readouterr().out == ""
+    records(1, [*ids("z"), STOP], 0)
+    second = capsys.readouterr().out
+    records(0, ids("w"), 0)
+    first = capsys.readouterr().out
+    assert [json.loads(first), json.loads(second)] == records.records
+    assert records.records == [
+        {
+            "source": "a",
+            "tokens": 3,
+            "accepted_tokens": 1,
+            "finish_reason": "length",
+            "token_ids": ids("xyw"),
+            "text": "xyw",
+        },
+        {
+            "source": "b",
+            "tokens": 2,
+            "accepted_tokens": 0,
+            "finish_reason": "stop",
+            "token_ids": [*ids("z"), STOP],
+            "text": "z\x00",
+        },
+    ]
 
 
 def test_accepted_drafts_are_set_off_on_a_terminal(monkeypatch):

@@ -13,6 +13,7 @@ from jspec import proposers
 from jspec.axes import PAD_TOKEN
 from tests.counting import backend_compiles
 from tests.marks import slow_ones
+from tests.padded_tables import padded_config, padded_params
 from tests.steps import Row, make_step
 
 pytestmark = pytest.mark.any_device
@@ -168,6 +169,27 @@ def test_permuted_requests_get_permuted_drafts(name):
     assert_same(drafts_of(fresh(name), [ROWS[i] for i in order]), wanted)
 
 
+@pytest.mark.parametrize("name", [n for n in ALL if method(n).init_params])
+def test_rows_that_pad_a_table_are_neither_read_nor_drafted(name):
+    """Nor is an embedding of theirs: their ids are no tokens."""
+    state = fresh(name)
+    scheduled, verified = layout(state, fitted(state, ROWS))
+    token_ids = np.array(scheduled.token_ids)
+    token_ids[1] = state.config.vocab_size
+    scheduled = dataclasses.replace(scheduled, token_ids=token_ids)
+    _, wanted = jspec.step(state, scheduled, verified)
+    config = padded_config(state.config)
+    params = padded_params(weights(state.config))
+    with pytest.raises(ValueError, match="(?s)wrong shape.*padded_vocab_size"):
+        jspec.init(state.config, params, cache=CACHE, max_requests=5)
+    state = jspec.init(config, params, cache=CACHE, max_requests=5)
+    for slot in CONTEXTS:
+        state = jspec.admit(state, slot, CONTEXTS[slot])
+    _, drafts = jspec.step(state, scheduled, verified)
+    assert_same(*(jax.tree.map(np.asarray, d) for d in (drafts, wanted)))
+    assert np.asarray(drafts.num_drafts).sum() > 0
+
+
 @pytest.mark.parametrize("name", some_slow(NAMES))
 def test_fewer_drafts_are_the_first_ones(name):
     whole = drafts_of(fresh(name))
@@ -203,7 +225,8 @@ def test_steps_with_caps_for_each_request_are_warmed_where_asked_for(name):
     # A bucket of its own: elsewhere in this process the shapes may be compiled already.
     buckets = jspec.Buckets(requests=(B + 3,), tokens=(T + 3,), max_drafts=True)
     jspec.warmup(state, buckets)
-    state = jspec.admit(state, 0, CONTEXTS[0])
+    for slot in CONTEXTS:
+        state = jspec.admit(state, slot, CONTEXTS[slot])
     scheduled, verified = layout(state, num_requests=B + 3, num_rows=T + 3)
     scheduled = dataclasses.replace(scheduled, max_drafts=np.ones(B + 3, np.int32))
     with backend_compiles() as compiled:

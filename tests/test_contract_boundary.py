@@ -137,6 +137,123 @@ def test_a_warmed_bucket_never_compiles_again(name):
     assert not compiled
 
 
+@pytest.mark.parametrize("name", DEVICE)
+def test_a_step_that_warmup_did_not_compile_is_refused_or_warned_of(name):
+    """Tracing is all that such a step costs; the state stays and steps on."""
+    # Shapes that no other test has traced in this process.
+    state, num_requests, num_rows = empty(name), B + 5, T + 11
+    sizes = {"num_requests": num_requests, "num_rows": num_rows}
+    buckets = jspec.Buckets(requests=(num_requests,), tokens=(num_rows,))
+    jspec.warmup(state, buckets, strict=True)
+    for slot in CONTEXTS:
+        state = jspec.admit(state, slot, CONTEXTS[slot])
+    step = layout(state, fitted(state, ROWS), **sizes)
+
+    def refused(words, scheduled=step[0], verified=step[1], state=state, **kwargs):
+        with backend_compiles() as compiled, pytest.raises(ValueError, match=words):
+            jspec.step(state, scheduled, verified, **kwargs)
+        assert not compiled
+
+    wide = np.pad(step[0].block_table, ((0, 0), (0, 1)))
+    refused("`block_table` is int32.*_per_request", dataclasses.replace(step[0], block_table=wide))
+    caps = np.ones(num_requests, np.int32)
+    refused("`max_drafts` is int32 .*None.*max_", dataclasses.replace(step[0], max_drafts=caps))
+    wider = jspec.Verified(tokens=np.pad(step[1].tokens, ((0, 0), (0, 1))))
+    refused("`verified.tokens` is .*Pad it", verified=wider)
+    refused("`num_drafts=` is 0, .*Buckets.num_drafts", num_drafts=0)
+    more = sizes | {"num_rows": num_rows + 1}
+    unwarmed = layout(state, fitted(state, ROWS), **more)
+    came = rf"`token_ids` is int32 \[{num_rows + 1}\]"
+    refused(rf"step: {came} .*compiled int32 \[{num_rows}\]", *unwarmed)
+    more = sizes | {"num_requests": num_requests + 1}
+    refused("`query_start` is .*requests", *layout(state, [], **more))
+    if step[0].hidden is not None:
+        half = step[0].hidden.astype(jnp.bfloat16)
+        words = "`hidden` is bfloat16 .* compiled float32 .*hidden_dtype"
+        refused(words, dataclasses.replace(step[0], hidden=half))
+    if method(name).init_params:
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, state.params)
+        refused("`params` is .*warmup again", state=dataclasses.replace(state, params=half))
+    batch = jspec.prepare(*unwarmed, vocab_size=state.config.vocab_size)
+    with pytest.raises(ValueError, match=f"propose: {came}"):
+        jspec.propose(state, batch)
+    more = layout(state, [], num_requests=num_requests, num_rows=num_rows + 2)
+    jax.eval_shape(lambda *step: jspec.step(state, *step)[1], *more)  # a caller's own jit
+
+    jspec.warmup(state, buckets)
+    with pytest.raises(UserWarning, match="step: `token_ids` is .*Until then this step compiles"):
+        jspec.step(state, *unwarmed)
+    with backend_compiles() as compiled:
+        state, drafts = jspec.step(state, *step)
+        jspec.propose(jspec.release(state, 3), jspec.prepare(*step))
+    assert not compiled
+    live = jax.tree.map(lambda x: np.asarray(x)[:B] if x.shape[0] > 1 else x, drafts)
+    assert_same(live, drafts_of(fresh(name)))
+
+
+def test_a_warmed_state_warns_once_of_each_shape_and_others_never():
+    rows = T + 7  # of no other test
+    state, other = fresh("ngram_gpu"), fresh("ngram_gpu")
+    step = layout(state, num_rows=rows)
+    jspec.warmup(state, jspec.Buckets(requests=(B,), tokens=(T,)))
+    with pytest.warns(UserWarning, match="`token_ids`") as caught:
+        state, _ = jspec.step(state, *step)
+        state, drafts = jspec.step(state, *step)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert np.asarray(drafts.num_drafts).shape == (B,)
+    jspec.step(other, *layout(other, num_rows=rows + 1))
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_a_host_drafter_takes_every_shape_after_a_strict_warmup(name):
+    state = fresh(name)
+    jspec.warmup(state, jspec.Buckets(requests=(B,), tokens=(T,)), strict=True)
+    assert_same(drafts_of(state, num_rows=T + 1), drafts_of(fresh(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_buckets_that_do_not_fit_are_refused_before_anything_compiles(name):
+    state = empty(name)
+
+    def refused(error, words, buckets):
+        with backend_compiles() as compiled, pytest.raises(error, match=words):
+            jspec.warmup(state, buckets)
+        assert not compiled
+
+    refused(TypeError, "`buckets` is a tuple, wanted a Buckets", (4, 24))
+    few = jspec.Buckets(requests=(4, 5, 8), tokens=(24,))
+    refused(ValueError, "max_requests = 5. Leave 8 out", few)
+    many = state.config.num_drafts + 1
+    buckets = jspec.Buckets(requests=(4,), tokens=(24,), num_drafts=(many,))
+    refused(ValueError, f"`num_drafts` is {many}, wanted", buckets)
+
+
+@pytest.mark.parametrize("name", DEVICE)
+def test_the_pure_core_refuses_what_is_not_its_own_when_it_is_traced(name):
+    state = empty(name)
+    scheduled, verified = layout(state, fitted(state, ROWS))
+    batch = jspec.prepare(scheduled, verified)
+    core, params, memory = jspec.pure(state.config), state.params, state.memory
+
+    def refused(error, words, *arguments):
+        with pytest.raises(error, match=words):
+            jax.eval_shape(core, *arguments)
+
+    refused(TypeError, "pure: `batch` is a Scheduled, wanted a Batch", params, memory, scheduled)
+    whole = "pure: `memory` is a State, .*Pass state.params and state.memory"
+    refused(TypeError, whole, params, state, batch)
+    refused(TypeError, f"pure: `memory` is a dict, wanted the .* of {name}", params, {}, batch)
+    if len(jax.tree.leaves(memory)[0].shape) > 2:  # sizes that the config chooses
+        cut = jax.tree.map(lambda x: x[..., :-1] if x.ndim > 2 else x, memory)
+        refused(ValueError, r"pure: `memory\S* has shape .*by the config", params, cut, batch)
+    if batch.hidden is not None:
+        unread = dataclasses.replace(batch, hidden=None)
+        refused(ValueError, "pure: `hidden` is None.*hidden_layers", params, memory, unread)
+    larger = jspec.CacheConfig(num_pages=3, page_size=8, max_model_len=16, dtype="bfloat16")
+    other = jspec.init(state.config, params, cache=larger, max_requests=2)
+    assert jax.eval_shape(core, params, other.memory, batch)[1].tokens.shape[0] == B
+
+
 @pytest.mark.parametrize("name", some_slow(DEVICE))
 def test_what_verification_alone_reads_is_no_other_step(name):
     state = fresh(name)

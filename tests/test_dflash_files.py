@@ -87,10 +87,11 @@ def test_no_other_method_takes_a_recorded_folder_and_dflash_takes_no_other():
         (
             {
                 "eagle_aux_hidden_state_layer_ids": [1, 2],
-                "dflash_config": {"target_layer_ids": [0]},
+                "dflash_config": {"target_layer_ids": [0, 1]},
             },
             (1, 2),
         ),
+        ({"eagle_aux_hidden_state_layer_ids": [], "target_layer_ids": [0, 4]}, (1, 5)),
         ({"dflash_config": {"use_aux_hidden_state": False}}, ("norm",)),
         ({}, (2, 3)),
     ],
@@ -125,7 +126,11 @@ def test_layers_that_a_config_does_not_name_are_spread_over_the_target(
             {"layer_types": [SLIDES, FULL], "sliding_window": 9, "dflash_config": {"causal": True}},
             [(True, 9), (True, None)],
         ),
-        ({"is_causal": True, "dflash_config": {"causal": False}}, [(True, None), (True, None)]),
+        ({"is_causal": True, "dflash_config": {"causal": True}}, [(True, None), (True, None)]),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+            [(False, None), (True, 4)],
+        ),
         ({"dflash_config": {"use_swa": True, "swa_window_size": 4}}, [(False, 4), (False, 4)]),
         (
             {
@@ -238,7 +243,7 @@ def test_a_draft_vocabulary_comes_with_its_head_and_its_ids(head, target):
         ({"settings": {"conv_kernel_size": 2}}, "conv_group_size"),
         ({"architectures": ["DFlash2BeamDraftModel"]}, "beam"),
         ({"layer_types": [SLIDES, FULL]}, "swa_window_size"),
-        ({"layer_types": [FULL]}, "list of 2"),
+        ({"layer_types": [FULL]}, "num_hidden_layers is 2, and layer_types has 1"),
         ({"layer_types": [FULL, "chunked_attention"]}, "chunked_attention"),
         ({"block_size": 1}, "block_size"),
         ({"tensors": {"mask_hidden": np.zeros(4, np.float32)}}, "mask_hidden"),

@@ -30,7 +30,10 @@ def make(num_modules=1):
         num_drafts=3, model=model, hidden_layer=1, draft_sampling="probabilistic"
     )
     params = proposer.init_params(config, jax.random.key(1), "float32")
-    return config, params, jspec.init(config, params, cache=CACHE, max_requests=4)
+    state = jspec.init(config, params, cache=CACHE, max_requests=4)
+    for slot in range(4):
+        state = jspec.admit(state, slot, [1])
+    return config, params, state
 
 
 def layout(config, rows=ROWS, **changes):

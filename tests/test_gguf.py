@@ -9,6 +9,7 @@ import pytest
 
 from jspec.checkpoint import gguf_file
 from jspec.checkpoint.gguf import read_gguf
+from jspec.text import Tokenizer
 
 Kind = gguf.GGMLQuantizationType
 N, n, d, D, F, V = 4, 2, 8, 32, 64, 96
@@ -400,3 +401,25 @@ def test_metadata_of_another_type_is_named(key, value, path, embedding):
     write(path, embedding, {key: value})
     with pytest.raises(ValueError, match=f"{key.removeprefix('llama.attention.')}.*wanted"):
         read_gguf(path)
+
+
+def test_a_sentencepiece_vocabulary_loads(path, embedding):
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-1.0, -2.0, -3.0],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1, 1, 1],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "{{ bos_token }}a",
+    }
+    checkpoint = read_gguf(write(path, embedding, metadata))
+    tokenizer = Tokenizer.from_json(
+        checkpoint.tokenizer_json, checkpoint.chat_template, checkpoint.tokenizer_config
+    )
+    assert tokenizer.encode("aa a", add_special=True) == [1, 261, 260, 261]
+    assert tokenizer.chat("a") == [1, 261]
+    assert checkpoint.stop_ids == (2,)

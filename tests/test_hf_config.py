@@ -137,11 +137,6 @@ def test_the_number_of_drafts_is_read_or_refused(config, words):
     assert num_drafts_of({"speculators_config": None}) == num_drafts_of({}) == 5
 
 
-def test_layers_of_the_target_are_not_an_empty_list(tmp_path):
-    field = "eagle_aux_hidden_state_layer_ids"
-    check(tmp_path, "eagle3_llama", field, [], "wanted different layers")
-
-
 @pytest.mark.parametrize("name", ["eagle3_llama", "dflash_qwen3", "draft_llama_small"])
 def test_null_says_nothing(tmp_path, name):
     nulls = ("speculators_model_type", "speculators_config", "eagle_config", "qkv_bias")

@@ -7,14 +7,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = (
-    ("axes", "rope", "_numba"),
+    ("axes", "options", "hf_decoder", "rope", "_numba"),
     ("config", "state", "tree", "pallas", "drafting", "earnings"),
-    ("cache", "metadata", "rejection", "sampling", "verify", "metrics", "suffix"),
+    ("cache", "metadata", "rejection", "sampling", "verify", "metrics", "suffix", "text"),
     ("models", "checkpoint"),
     ("proposers",),
-    ("_boundary",),
+    ("_boundary", "_warmed"),
     ("api", "loading", "saving", "adaptive"),
-    ("sampling_params", "scheduling", "target"),
+    ("arguments", "sampling_params", "scheduling", "target"),
     ("engine",),
     ("decode",),
     ("measure", "replay"),
@@ -27,6 +27,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 BESIDE = {
     *(("state", "config"), ("tree", "config"), ("checkpoint", "models")),
     ("rejection", "sampling"),
+    *(("rope", "options"), ("hf_decoder", "options")),
 }
 FILES = sorted((ROOT / "jspec").rglob("*.py"))
 

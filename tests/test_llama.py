@@ -247,5 +247,5 @@ def test_an_unknown_hidden_layer_is_refused(target_llama):
 def test_a_cache_of_another_model_is_refused(target_llama):
     view = make_view(np.arange(target_llama.pages)[None], [0], [1], page_size=PAGE_SIZE)
     other = poisoned_cache(ModelConfig.tiny(), num_pages=4, page_size=4)
-    with pytest.raises(ValueError, match=r"num_layers=config\.num_layers"):
+    with pytest.raises(ValueError, match=r"init_pages\(config"):
         target_llama.run(other, [[1]], view, [0])

@@ -36,7 +36,11 @@ NUM_TOKENS = 18
 CACHE = jspec.CacheConfig(num_pages=24, page_size=4, max_model_len=32, dtype="float32")
 OPTIONS = {
     **{"max_tokens": NUM_TOKENS, "cache": CACHE, "stop_ids": ()},
-    **{"max_requests": 3, "chunk_size": 6},  # less than the drafts of three, so two shapes a K
+    **{
+        "max_requests": 3,
+        "drafting": "fixed",
+        "chunk_size": 6,
+    },  # less than the drafts of three, so two shapes a K
 }
 
 

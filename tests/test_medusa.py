@@ -297,7 +297,7 @@ def test_decoding_with_recorded_heads_and_trees_of_them_equals_plain_decoding(ta
     """A tree holds the chain and more, and accepts more."""
     data = recordings.expected("e2e_llama_medusa")
     prompts = [data[f"prompt_{i}"].tolist() for i in range(8)]
-    run = {"max_tokens": 24, "stop_ids": (), "chunk_size": 8}
+    run = {"max_tokens": 24, "stop_ids": (), "chunk_size": 8, "drafting": "fixed"}
     tree = Tree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])
     reports = [
         jspec.generate(target, prompts, *load("medusa_llama", target, **o), max_requests=3, **run)

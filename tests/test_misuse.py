@@ -16,8 +16,19 @@ from jspec.axes import PAD_TOKEN
 from tests import test_contract as contract
 from tests import test_tree_contract as trees
 from tests.conftest import GOLDEN
+from tests.counting import backend_compiles
 from tests.heads import target as recorded_target
-from tests.test_contract import CACHE, NAMES, ROWS, WITH_WEIGHTS, fitted, fresh, layout
+from tests.test_contract import (
+    CACHE,
+    NAMES,
+    ROWS,
+    WITH_WEIGHTS,
+    T,
+    assert_same,
+    fitted,
+    fresh,
+    layout,
+)
 
 POSITIONED = ["ngram", "ngram_gpu", *(n for n in WITH_WEIGHTS if n != "extract_hidden_states")]
 
@@ -62,10 +73,75 @@ def test_a_request_below_position_0_drafts_nothing_and_spoils_nothing(name, belo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_requests_in_one_slot_leave_a_third_alone(name):
+def test_arrays_on_the_host_that_contradict_each_other_are_refused_by_name(name):
+    state = fresh(name)
+    held = proposers.of(state.config).admit is not None
+    scheduled, verified = layout(state, fitted(state, ROWS))
+
+    def refused(words, **changed):
+        arrays = {k: np.array(getattr(scheduled, k)) for k in changed}
+        for field, (index, value) in changed.items():
+            arrays[field][index] = value
+        step = dataclasses.replace(scheduled, **arrays)
+        with backend_compiles() as compiled, pytest.raises(ValueError, match=words):
+            jspec.step(state, step, verified)
+        if "request_slot" not in changed:
+            with pytest.raises(ValueError, match=words.replace("step:", "prepare:")):
+                jspec.prepare(step, verified)
+            return
+        batch = jspec.prepare(step, verified, vocab_size=state.config.vocab_size)
+        with pytest.raises(ValueError, match=words.replace("step:", "propose:")):
+            jspec.propose(state, batch)
+        assert not compiled
+
+    refused(r"step: `request_slot` of request 1 is 99, wanted 0 to 4", request_slot=(1, 99))
+    refused("step: `request_slot` is 2 for request 0 and for request 1", request_slot=(1, 2))
+    if held:
+        refused("`request_slot` of request 2 is 4, .*admit", request_slot=(2, 4))
+    for index, start in ((0, 1), (1, 20), (-1, T + 1)):
+        refused(rf"step: `query_start` is .*\b{start}\b.*, wanted 0", query_start=(index, start))
+    refused("step: `seq_lens` of request 0 is 1, wanted at least its", seq_lens=(0, 1))
+    refused("step: `num_drafts` of request 2 is 1, wanted 0 to 0", num_drafts=(2, 1))
+    refused("step: `num_drafts` of request 0 is -1", num_drafts=(0, -1))
+    assert_same(contract.drafts_of(state), contract.drafts_of(fresh(name)))
+
+
+@pytest.mark.parametrize("field, value", [("seq_lens", 0), ("num_drafts", 1), ("num_drafts", -1)])
+def test_the_last_of_many_requests_is_looked_at_like_the_first(field, value):
+    rows = [dataclasses.replace(ROWS[2], slot=slot) for slot in range(64)]
+    sizes = {"num_requests": 65, "num_rows": 80, "width": 4, "pages_per_request": 1}
+    scheduled, verified = contract.make_step(rows, **sizes, poison=True)
+    assert jspec.prepare(scheduled, verified).num_valid.tolist() == [1] * 64 + [0]
+    values = np.array(getattr(scheduled, field))
+    values[63] = value
+    with pytest.raises(ValueError, match=f"`{field}` of request 63 is {value}, wanted"):
+        jspec.prepare(dataclasses.replace(scheduled, **{field: values}), verified)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n in contract.DEVICE])
+@pytest.mark.parametrize("slot", [99, 5, 2**31 - 1])
+def test_a_slot_on_the_device_that_is_none_leaves_the_others_alone(name, slot):
+    wanted = contract.drafts_of(fresh(name))
+    state = fresh(name)
+    scheduled, verified = layout(state, fitted(state, ROWS))
+    slots = np.array(scheduled.request_slot)
+    slots[1] = slot
+    scheduled = dataclasses.replace(scheduled, request_slot=jax.numpy.asarray(slots))
+    _, drafts = jspec.step(state, scheduled, verified)
+    drafts = jax.tree.map(np.asarray, drafts)
+    others = [0, 2, 3]
+    assert_same(*(jax.tree.map(lambda x: x[others], d) for d in (drafts, wanted)))
+    if name == "ngram_gpu":
+        assert drafts.num_drafts[1] == 0 and (drafts.tokens[1] == PAD_TOKEN).all()
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n in contract.DEVICE])
+def test_two_requests_in_one_slot_of_the_device_leave_a_third_alone(name):
     wanted = contract.drafts_of(fresh(name))
     twice = [ROWS[0], ROWS[1], dataclasses.replace(ROWS[2], slot=ROWS[1].slot)]
-    drafts = contract.drafts_of(fresh(name), twice)
+    state = fresh(name)
+    step = jax.tree.map(jax.numpy.asarray, layout(state, fitted(state, twice)))
+    drafts = jax.tree.map(np.asarray, jspec.step(state, *step)[1])
     first = (jax.tree.map(lambda x: x[[0, 3]], d) for d in (drafts, wanted))
     contract.assert_same(*first)
     assert (drafts.tokens[1:3] < contract.tiny(name).vocab_size).all()

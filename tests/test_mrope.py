@@ -310,9 +310,16 @@ ROWS = [
 CACHE = jspec.CacheConfig(num_pages=16, page_size=4, max_model_len=16, dtype="float32")
 
 
-def drafts_with(config, axes):
+def admitted(config):
     params = mtp_proposer.init_params(config, jax.random.key(1), "float32")
     state = jspec.init(config, params, cache=CACHE, max_requests=3)
+    for row in ROWS:
+        state = jspec.admit(state, row.slot, row.context)
+    return state
+
+
+def drafts_with(config, axes):
+    state = admitted(config)
     scheduled, verified = axes_step(ROWS, axes, config, num_rows=11)
     if config.draft_sampling == "probabilistic":
         scheduled = dataclasses.replace(
@@ -358,8 +365,7 @@ def test_a_target_is_turned_by_the_axes_of_its_step():
 
 def test_a_bucket_of_three_axes_and_embeddings_never_compiles_again():
     config = mtp_config()
-    params = mtp_proposer.init_params(config, jax.random.key(1), "float32")
-    state = jspec.init(config, params, cache=CACHE, max_requests=3)
+    state = admitted(config)
     jspec.warmup(state, jspec.Buckets(requests=(3,), tokens=(11,), axes=3, embeds=True))
     scheduled, verified = axes_step(ROWS, IMAGE, config, num_rows=11)
     embeds, mask = np.zeros((11, 32), np.float32), np.ones(11, bool)

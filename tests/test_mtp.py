@@ -135,7 +135,7 @@ def first_pass_of(name):
         out, _ = model(0, rows.token_ids, rows.hidden, rows.view, pages)
         # The other recording left the embedding at position 0 in place.
         module = model.modules["0"]
-        embedding = embed(params["embed"], rows.token_ids)
+        embedding = embed(params["embed"], rows.token_ids, vocab_size=config.vocab_size)
         both = [module.hidden_norm(rows.hidden), module.token_norm(embedding)]
         x = jnp.concatenate(both, axis=-1) @ module.input_proj[...]
         rope = rope_table(config.model.rope, config.model.head_dim, rows.view.positions)
@@ -209,7 +209,8 @@ def text_of(name):
     model, (config, params), data = load(recordings.MODELS / name)
     prompts = [data[f"prompt_{i}"].tolist() for i in range(recordings.num_prompts(data))]
     longest = len(data["continuation_0"])
-    report = jspec.generate(model, prompts, config, params, max_tokens=longest, stop_ids=())
+    run = {"max_tokens": longest, "stop_ids": (), "drafting": "fixed"}
+    report = jspec.generate(model, prompts, config, params, **run)
     return [g.tokens for g in report.generations], report.stats.num_accepted_tokens
 
 

@@ -186,6 +186,7 @@ def test_drafts_end_with_the_longest_request_and_with_its_pages(rng):
     text = rng.integers(0, 64, 45).tolist()
     wanted, _ = plain_drafts(2, text, hidden_of(text[:-1]), 3)
     state = jspec.init(config, params_of(2), cache=CACHE, max_requests=3)
+    state = jspec.admit(state, 0, text[:-1])
     row = Row(slot=0, context=text[:-1], kept=text[-1:], start=0)
     state, tokens, counts = step(state, [row], num_rows=48)
     assert tokens[0].tolist() == [*wanted, -1, -1, -1] and counts[0] == 3  # 45 + 3 = 48
@@ -193,6 +194,7 @@ def test_drafts_end_with_the_longest_request_and_with_its_pages(rng):
     table[0, :2] = 0, 1
     state = jspec.init(config, params_of(2), cache=CACHE, max_requests=3)
     text = text[:7]
+    state = jspec.admit(state, 0, text[:-1])
     wanted, _ = plain_drafts(2, text, hidden_of(text[:-1]), 3)
     row = Row(slot=0, context=text[:-1], kept=text[-1:], start=0)
     state, tokens, counts = step(state, [row], num_rows=48, block_table=table)

@@ -304,14 +304,6 @@ def test_three_axis_positions_are_placed_by_token_index(method):
     assert as_lists(drafts)[0] == [4, 1, 2]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_slot_that_does_not_exist_drafts_nothing_and_harms_nobody(method):
-    prompt = [1, 2, 3, 1]
-    state = started(method, prompt, max_requests=1)
-    state, drafts = stepped(state, Row(4, [2, 2, 2], kept=[2], start=0), Row(0, prompt, kept=[2]))
-    assert drafts == [[], [3, 1, 2]]
-
-
 # On the host.
 
 

@@ -123,7 +123,8 @@ def test_decoding_with_it_gives_the_tokens_of_plain_decoding(drafter):
     prompts = [data[f"prompt_{i}"].tolist() for i in range(recordings.num_prompts(data))]
     options = {"max_tokens": 24, "stop_ids": (), "chunk_size": 7}
     plain = jspec.generate_plain(target(), prompts, **options)
-    report = jspec.generate(target(), prompts, *drafter, max_requests=2, **options)
+    run = options | {"max_requests": 2, "drafting": "fixed"}
+    report = jspec.generate(target(), prompts, *drafter, **run)
     assert [g.tokens for g in report.generations] == [g.tokens for g in plain.generations]
     assert report.stats.num_accepted_tokens > report.stats.num_drafts  # more than one a step
 
@@ -177,16 +178,29 @@ def test_rows_of_rejected_and_masked_tokens_leave_no_trace():
 @pytest.mark.parametrize(
     "config, token",
     [
-        ({"dflash_config": {"mask_token_id": 7}, "pard_token": 8, "ptd_token_id": 9}, 7),
-        ({"pard_token": 8, "ptd_token_id": 9}, 8),
+        ({"dflash_config": {"mask_token_id": 7}, "pard_token": 7}, 7),
         ({"dflash_config": {"block_size": 4}, "ptd_token_id": 9}, 9),
-        ({"mask_token_id": 6, "pard_token": 8}, 6),
-        ({"dflash_config": {"mask_token_id": 0}, "pard_token": 8}, 0),
+        ({"mask_token_id": 6}, 6),
+        ({"dflash_config": {"mask_token_id": 0}}, 0),
         ({"pard_token": None, "ptd_token_id": 0}, 0),
     ],
 )
-def test_the_mask_token_is_the_first_one_named(config, token):
+def test_the_mask_token_has_four_names(config, token):
     assert mask_token_of(config) == token
+
+
+@pytest.mark.parametrize(
+    "config, token",
+    [
+        ({"dflash_config": {"mask_token_id": 7}, "pard_token": 8, "ptd_token_id": 9}, 7),
+        ({"pard_token": 8, "ptd_token_id": 9}, 8),
+        ({"mask_token_id": 6, "pard_token": 8}, 6),
+        ({"dflash_config": {"mask_token_id": 0}, "pard_token": 8}, 0),
+    ],
+)
+def test_of_several_mask_tokens_the_first_one_counts_with_a_warning(config, token):
+    with pytest.warns(UserWarning, match=f"mask_token_id {token}|pard_token {token}"):
+        assert mask_token_of(config) == token
 
 
 def test_a_config_without_a_mask_token_is_refused():
@@ -203,13 +217,17 @@ def test_the_checkpoint_or_the_caller_chooses_the_form():
     assert load().config.parallel_drafting
     chain = load(parallel_drafting=False)
     assert not chain.config.parallel_drafting and "mask_hidden" not in chain.params
-    assert not load(checkpoint(NAME, drop=["mask_hidden"])).config.parallel_drafting
+    without = checkpoint(NAME, drop=["mask_hidden"])
+    assert not load(without, parallel_drafting=False).config.parallel_drafting
+    with pytest.warns(UserWarning, match="names ptd_token_id.*no mask_hidden"):
+        assert not load(without).config.parallel_drafting
 
 
 def test_a_head_that_fuses_nothing_keeps_its_mask_vector_as_it_is(rng):
     mask = rng.standard_normal((1, 64), np.float32)
     config = {"eagle_config": {"use_aux_hidden_state": False}}
-    params = load(checkpoint(NAME, config=config, mask_hidden=mask)).params
+    given = checkpoint(NAME, config=config, mask_hidden=mask, drop=["fc.weight"])
+    params = load(given).params
     np.testing.assert_array_equal(params["mask_hidden"], mask[0])
 
 
@@ -220,7 +238,7 @@ def test_a_head_that_fuses_nothing_keeps_its_mask_vector_as_it_is(rng):
         ({"mask_hidden": np.ones((1, 1, 64))}, r"mask_hidden is float64 \[1, 1, 64\].*192.*same"),
         ({"mask_hidden": np.ones((1, 1, 192), np.uint8)}, r"mask_hidden is uint8 .*192 floats"),
         ({"config": {"ptd_token_id": None}}, "ptd_token_id.*Add"),
-        ({"config": {"ptd_token_id": 128}}, "`mask_token` is 128.*vocab_size = 128.*trained"),
+        ({"config": {"ptd_token_id": 128}}, "ptd_token_id, the mask token, is 128.*128.*trained"),
     ],
 )
 def test_a_head_that_cannot_draft_in_parallel_is_refused(changes, words):

@@ -117,9 +117,15 @@ def test_a_tensor_that_comes_twice_is_refused(source):
         )
 
 
-def test_rotary_tables_and_the_head_of_a_tied_model_are_skipped(save):
+def test_rotary_tables_are_skipped_and_the_head_of_a_tied_model_where_it_is_the_embedding(save):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     folder = save(config_changes={"tie_word_embeddings": True}, **{name: np.ones(8, np.float32)})
+    with pytest.warns(UserWarning, match="tie_word_embeddings True, and lm_head.weight differs"):
+        model = jspec.load(folder, "float32")
+    assert not model.config.tie_embeddings and "head" in model.params
+    embedding = dict(checkpoint.read(folder).tensors())["model.embed_tokens.weight"]
+    same = {"lm_head.weight": np.array(embedding)}
+    folder = save(config_changes={"tie_word_embeddings": True}, **same, **{name: np.ones(8)})
     assert "head" not in jspec.load(folder, "float32").params
 
 
@@ -249,11 +255,11 @@ def test_the_tokenizer_and_the_stop_ids_come_along(save):
 
     (folder / "tokenizer.json").write_text('{"model": "é"}', encoding="utf-8")
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    templates = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    config = {"bos_token": "a", "chat_template": "b"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     model = jspec.load(folder)
     assert (model.tokenizer_json, model.chat_template) == ('{"model": "é"}', "b")
-    assert model.stop_ids == (2, 7)
+    assert model.stop_ids == (2, 7) and model.tokenizer_config == {"bos_token": "a"}
 
     (folder / "chat_template.jinja").write_text("c")
     assert jspec.load(folder).chat_template == "c"

@@ -120,17 +120,16 @@ def test_neighbours_chunks_and_the_number_of_rows_do_not_change_what_a_prompt_ge
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "verification, drafting",
-    [("rejection", None), ("block", BatchSizeSchedule([(1, 1, 3), (2, 3, 2)]))],
+    [("rejection", "fixed"), ("block", BatchSizeSchedule([(1, 1, 3), (2, 3, 2)]))],
 )
 def test_a_drafter_that_is_the_target_is_always_right(verification, drafting):
     """So each draft met its own distribution, though requests change rows and slots."""
     model, drafter = twin()
     report = jspec.generate(
         *(model, PROMPTS, *drafter),
-        **OPTIONS,
+        **OPTIONS | {"drafting": drafting},
         temperature=[1.0, 0.7, 1.2, 0.0, 0.9],
         verification=verification,
-        drafting=drafting,
     )
     assert report.stats.num_draft_tokens > 40
     assert report.stats.num_accepted_tokens == report.stats.num_draft_tokens
@@ -169,6 +168,7 @@ def counted():
             top_k=3,
             seed=list(range(first_seed, first_seed + num_texts)),
             verification=verification,
+            drafting="fixed",
         )
         assert 0 < report.stats.num_accepted_tokens < report.stats.num_draft_tokens
         texts = [tuple(generation.tokens) for generation in report.generations]
@@ -215,11 +215,10 @@ def test_a_warmed_loop_neither_compiles_nor_reads_distributions(monkeypatch):
     model, drafter = sampled_pair()
     engine = Engine(
         *(model, PROMPTS, *drafter),
-        **OPTIONS | {"max_requests": 2},
+        **OPTIONS | {"max_requests": 2, "drafting": BatchSizeSchedule([(1, 1, 3), (2, 3, 1)])},
         temperature=0.8,
         top_p=0.9,
         verification="block",
-        drafting=BatchSizeSchedule([(1, 1, 3), (2, 3, 1)]),
     )
     engine.warmup()
     reads = []

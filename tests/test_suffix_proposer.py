@@ -138,11 +138,13 @@ def test_a_response_outlives_its_request_and_an_abort():
     assert set(paths(cache_of(state))) >= {(1, 2), (4, 5, 6), (4, 5)}
 
 
-def test_released_slots_and_padding_are_inert():
+def test_slots_that_no_request_holds_are_refused_and_leave_the_trees_alone():
     state = jspec.release(start(a=[1, 2, 1], b=[3, 3]), 1)
     before = cache_of(state).num_nodes
-    state, drafts = step(state, Row(1, [3, 3], kept=[3]), Row(3, [4], kept=[4]))
-    assert drafts == [[], []] and cache_of(state).num_nodes == before
+    for slot in (1, 3):
+        with pytest.raises(ValueError, match=f"`request_slot` of request 0 is {slot}, .*admit"):
+            step(state, Row(slot, [3, 3], kept=[3]))
+    assert cache_of(state).num_nodes == before
 
 
 def test_the_longest_request_leaves_one_draft_less_than_the_limit():

@@ -1,6 +1,7 @@
 """Positions of three axes (M-RoPE): keys and values go where the place in a request says."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -57,6 +58,19 @@ def make(cls, config, **options):
     return drafter
 
 
+@functools.cache
+def compiled(name, rope="plain"):
+    """A head of its own for each name and rope, which tests share."""
+    return make(EagleProposer, configs(rope)[name])
+
+
+def chain(name, rope="plain"):
+    """The same with nothing in its pages."""
+    drafter = compiled(name, rope)
+    drafter._memory = None
+    return drafter
+
+
 def step(drafter, positions, query_start, seq_lens, rejected=None):
     """A step whose rows have these positions, [T] or [3, T]."""
     num_rows, size = query_start[-1], drafter._reads.hidden_size
@@ -88,7 +102,7 @@ def written(drafter):
 def test_slots_come_from_the_place_whatever_the_axes_are(name, rope):
     """Length 40: place 39 in page 7 is slot 119; the drafted row is the next one."""
     for axes in ([[12], [12], [12]], [[300], [2], [7]]):
-        drafter = make(EagleProposer, configs(rope)[name])
+        drafter = chain(name, rope)
         drafts = drafter.propose(**step(drafter, axes, [0, 1], [40]))
         assert written(drafter) == [119, 120]
         assert (drafts >= 0).all()
@@ -98,19 +112,18 @@ def test_slots_come_from_the_place_whatever_the_axes_are(name, rope):
 def test_drafts_end_by_the_place_whatever_the_axes_are(name):
     """Of 64 places: a request of 61 tokens and the next one gets two drafts, one of 63 none."""
     for length, kept in ((61, 2), (62, 1), (63, 0), (64, 0)):
-        drafter = make(EagleProposer, configs("plain")[name])
         for position in (3, 63, 500):
-            axes = np.full((3, 1), position)
+            drafter, axes = chain(name), np.full((3, 1), position)
             drafts = drafter.propose(**step(drafter, axes, [0, 1], [length]))
             assert (drafts >= 0).sum() == kept, (length, position)
-        slots = [8 * 16 + place - 48 for place in range(length - 1, min(length + 1, 64))]
-        assert written(drafter) == slots
+            places = range(length - 1, min(length + 1, MAX_LEN))
+            assert written(drafter) == [8 * PAGE_SIZE + place - 48 for place in places]
 
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_rows_that_were_rejected_count_as_places(name):
     """Rows 36 to 39 ran, the last two were rejected: the drafted row is place 38 again."""
-    drafter = make(EagleProposer, configs("plain")[name])
+    drafter = chain(name)
     axes = np.arange(4)[None] + [[10], [11], [12]]
     drafter.propose(**step(drafter, axes, [0, 4], [40], rejected=[2]))
     assert written(drafter) == [116, 117, 118, 119]
@@ -119,41 +132,44 @@ def test_rows_that_were_rejected_count_as_places(name):
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_plain_head_turns_by_the_first_axis(name):
     """With text alone all axes are the place, and drafts are those of positions [T]."""
-    drafter, other = (make(EagleProposer, configs("plain")[name]) for _ in range(2))
-    query_start, seq_lens, rejected = [0, 3, 5], [20, 33], [1, 0]
-    place = [17, 18, 19, 31, 32]
-    wanted = drafter.propose(**step(drafter, place, query_start, seq_lens, rejected))
-    axes = [place, [0] * 5, [7] * 5]
-    got = other.propose(**step(other, axes, query_start, seq_lens, rejected))
-    assert got.tolist() == wanted.tolist() and written(other) == written(drafter)
+    place, results = [17, 18, 19, 31, 32], []
+    for positions in (place, [place, [0] * 5, [7] * 5]):
+        drafter = chain(name)
+        drafts = drafter.propose(**step(drafter, positions, [0, 3, 5], [20, 33], [1, 0]))
+        results.append((drafts.tolist(), written(drafter)))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_bridge_drafts_what_jspec_does_with_three_axes(name):
-    config = configs("plain")[name]
-    drafter = make(EagleProposer, config)
+    drafter = chain(name)
     axes = np.array([[5, 6, 7, 2, 3], [1, 1, 1, 2, 3], [9, 8, 7, 2, 3]])
     given = step(drafter, axes, [0, 3, 5], [20, 33])
     got = drafter.propose(**given)
     cache = jspec.CacheConfig(
         num_pages=16, page_size=PAGE_SIZE, max_model_len=MAX_LEN, dtype="float32"
     )
-    state = jspec.init(config, drafter._params, cache=cache, max_requests=2)
-    ints = {"dtype": np.int32}
+    state = jspec.init(drafter.config, drafter._params, cache=cache, max_requests=2)
+    for slot in range(2):
+        state = jspec.admit(state, slot, [0])
+
+    def ints(*values):
+        return np.array(values, np.int32)
+
     scheduled = jspec.Scheduled(
-        token_ids=np.arange(5, **ints),
+        token_ids=ints(*range(5)),
         positions=axes.astype(np.int32),
-        token_index=np.array([17, 18, 19, 31, 32], **ints),
-        query_start=np.array([0, 3, 5], **ints),
-        seq_lens=np.array([20, 33], **ints),
-        block_table=np.array(TABLE, **ints),
-        num_drafts=np.zeros(2, **ints),
-        request_slot=np.arange(2, **ints),
-        backup_token=np.zeros(2, **ints),
+        token_index=ints(17, 18, 19, 31, 32),
+        query_start=ints(0, 3, 5),
+        seq_lens=ints(20, 33),
+        block_table=ints(*TABLE),
+        num_drafts=ints(0, 0),
+        request_slot=ints(0, 1),
+        backup_token=ints(0, 0),
         discard=np.zeros(2, bool),
         hidden=given["target_hidden_states"].cpu().numpy(),
     )
-    verified = jspec.Verified(tokens=np.array([[9, -1, -1], [10, -1, -1]], **ints))
+    verified = jspec.Verified(tokens=ints([9, -1, -1], [10, -1, -1]))
     state, drafts = jspec.step(state, scheduled, verified)
     assert got.tolist() == np.asarray(drafts.tokens).tolist()
     memory = getattr(state.memory, "cache", state.memory)

@@ -1,5 +1,6 @@
 """A prompt that is read again in chunks, and the longest length: the numbers of docs/pytorch.md."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -29,12 +30,20 @@ def target():
     return jspec.load(MODELS / "target_llama", "float32")
 
 
-def make(name, method, folder, **options):
+@functools.cache
+def loaded(name, method, folder, **options):
     config = vllm_config(
         *(method, K), path=MODELS / folder, num_pages=NUM_PAGES, page_size=PAGE_SIZE, **options
     )
     drafter = getattr(torch_bridge, name)(config, DEVICE)
     drafter.load_model(MODELS / "target_llama")
+    return drafter
+
+
+def make(*names, **options):
+    """A drafter with nothing in its pages."""
+    drafter = loaded(*names, **options)
+    drafter._memory = None
     return drafter
 
 
@@ -83,7 +92,7 @@ def read_again(target, tokens, ends, way):
     drafter = make("EagleProposer", "eagle", "eagle1_llama")
     *known, sampled = tokens
     hidden = hidden_states(target, drafter, known)
-    request = Request(known)
+    request, drafts = Request(known), []
     for start, end in zip([0, *ends], [*ends, len(known)], strict=True):
         is_last = end == len(known)
         request.num_computed_tokens = start

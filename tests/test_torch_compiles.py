@@ -1,12 +1,14 @@
 """What a step never waits for: compilation, whatever width, layout and size its tensors have."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
-import numba
 import numpy as np
 import pytest
+from numba.core import event
 
 torch = pytest.importorskip("torch")
 
@@ -58,6 +60,13 @@ def make(name, **speculative):
     return drafter
 
 
+@functools.cache
+def warmed(name):
+    drafter = make(name)
+    drafter.warmup()
+    return drafter
+
+
 def step(drafter, lengths, known=None):
     """The arguments of a step whose requests ran so many rows."""
     start = np.concatenate([[0], np.cumsum(lengths)])
@@ -106,7 +115,7 @@ def is_integer(value):
 
 def variants(given):
     """Every integer argument and field, in every form; and all of them in one form at once."""
-    metadata = given.get("common_attn_metadata")
+    metadata: Any = given.get("common_attn_metadata")
     names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
     for form in FORMS.values():
         changed = {name: form(x) for name, x in given.items() if is_integer(x)}
@@ -122,8 +131,7 @@ def variants(given):
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if not name.startswith("Medusa")])
 def test_no_width_or_layout_of_an_integer_compiles_in_a_step(name):
-    drafter = make(name)
-    drafter.dummy_run(6)
+    drafter = warmed(name)
     given = step(drafter, [2, 1, 3])
     without = {"num_rejected_tokens_gpu": None} if name in WITH_METADATA else {}
     wanted, num_calls = None, 0
@@ -140,8 +148,7 @@ def test_no_width_or_layout_of_an_integer_compiles_in_a_step(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_after_warmup_no_step_compiles_whatever_its_size(name, rng):
-    drafter = make(name)
-    drafter.warmup()
+    drafter = warmed(name)
     with backend_compiles() as compiled:
         for _ in range(40):
             lengths = rng.multinomial(
@@ -154,7 +161,8 @@ def test_after_warmup_no_step_compiles_whatever_its_size(name, rng):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_captured_sizes_serve_all_smaller_steps(name):
     """As CUDA graphs of vLLM's do: 16 rows and 1 row were captured, and 2 to 15 take 16."""
-    drafter, alone = make(name), make(name)
+    drafter, alone = make(name), warmed(name)
+    alone._memory = None  # of other tests
     for num_tokens in (16, 1):
         drafter.dummy_run(num_tokens, is_graph_capturing=True)
     with backend_compiles() as compiled:
@@ -207,6 +215,18 @@ def test_a_step_that_compiles_after_a_dummy_run_warns_once():
     drafter.propose(**given)
 
 
+def test_pages_that_change_are_compiled_for_anew_and_not_in_a_step():
+    drafter = make("EagleProposer")
+    drafter.dummy_run(4)
+    spec = SimpleNamespace(block_size=PAGE_SIZE)
+    groups = [SimpleNamespace(kv_cache_spec=spec)]
+    drafter.initialize_attn_backend(SimpleNamespace(num_blocks=40, kv_cache_groups=groups))
+    drafter.dummy_run(4)
+    with backend_compiles() as compiled:
+        drafter.propose(**step(drafter, [2, 1]))
+    assert not compiled
+
+
 def test_warmup_without_weights_says_so():
     settings = vllm_config("eagle", 3)
     with pytest.raises(RuntimeError, match="EagleProposer: no drafter is loaded. Call load_model"):
@@ -238,7 +258,7 @@ def test_lookups_on_the_host_compile_at_construction_alone():
     known = np.zeros((2, 48), np.int32)
     known[:, :6] = [1, 2, 3, 1, 2, 3]
     sampled = [[3], [3]]
-    with numba.core.event.install_recorder("numba:compile") as recorder:
+    with event.install_recorder("numba:compile") as recorder:
         for i, width in enumerate((np.int32, np.int64)):
             lengths = np.repeat(np.array([6, 0, 6, 0], width), 2)
             assert ngram.propose(sampled, lengths, np.asfortranarray(known)) == [[1, 2, 3]] * 2

@@ -1,9 +1,6 @@
 """jspec's drafters under the calls of vLLM's runner, and the plug-in that brings them there."""
 
-import os
-import sys
 from importlib.metadata import entry_points
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +8,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.torch_runs import LOOK_UPS, RECORDED, config_for, options_of, run  # noqa: E402
-from tests.torch_stand_in import ours  # noqa: E402
 from torch_bridge import vllm_plugin  # noqa: E402
 
 METHODS = [*RECORDED, "mtp", *LOOK_UPS]
@@ -134,126 +130,3 @@ def test_a_custom_class_says_which_options_it_has():
 def test_the_plug_in_is_an_entry_point_of_vllms_group():
     (point,) = entry_points(group="vllm.general_plugins", name="jspec")
     assert point.load() is vllm_plugin.register
-
-
-HOMES = {
-    "ngram_proposer": "NgramProposer",
-    "ngram_proposer_gpu": "NgramProposerGPU",
-    "suffix_decoding": "SuffixDecodingProposer",
-    "eagle": "EagleProposer",
-    "dflash": "DFlashProposer",
-    "draft_model": "DraftModelProposer",
-    "medusa": "MedusaProposer",
-    "extract_hidden_states": "ExtractHiddenStatesProposer",
-}
-
-
-@pytest.fixture
-def vllm(monkeypatch):
-    """A package with vLLM's names where 0.20 has them: classes, and a runner that imports them."""
-
-    def module(name, **values):
-        made = ModuleType(name)
-        vars(made).update(values)
-        monkeypatch.setitem(sys.modules, name, made)
-        return made
-
-    for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.spec_decode"):
-        module(name, __path__=[])
-    module("vllm.envs", VLLM_USE_V2_MODEL_RUNNER=False)
-    runner = module("vllm.v1.worker.gpu_model_runner")
-    homes = {}
-    for home, name in HOMES.items():
-        cls = type(name, (), {})
-        homes[home] = module(f"vllm.v1.spec_decode.{home}", **{name: cls})
-        if home != "ngram_proposer":  # the runner imports this one where it makes it
-            setattr(runner, name, cls)
-    for name in (vllm_plugin.SWITCH, "XLA_PYTHON_CLIENT_PREALLOCATE"):
-        monkeypatch.setenv(name, "")  # so that it is gone after the test
-        monkeypatch.delenv(name)
-    names = {name: home for home, name in HOMES.items()}
-
-    def look_up(name):
-        return getattr(homes[names[name]] if name == "NgramProposer" else runner, name)
-
-    return SimpleNamespace(runner=runner, homes=homes, look_up=look_up)
-
-
-def test_without_the_variable_nothing_changes(vllm, monkeypatch):
-    before = {name: vllm.look_up(name) for name in HOMES.values()}
-    vllm_plugin.register()
-    monkeypatch.setenv(vllm_plugin.SWITCH, " , ")
-    vllm_plugin.register()
-    assert before == {name: vllm.look_up(name) for name in HOMES.values()}
-    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ
-
-
-def test_without_the_variable_vllm_is_not_imported(monkeypatch):
-    monkeypatch.delenv(vllm_plugin.SWITCH, raising=False)
-    monkeypatch.setitem(sys.modules, "vllm", None)  # an import raises
-    vllm_plugin.register()
-
-
-def test_the_switch_swaps_what_it_names(vllm, monkeypatch):
-    monkeypatch.setenv(vllm_plugin.SWITCH, "suffix, mtp,ngram")
-    vllm_plugin.register()
-    vllm_plugin.register()  # vLLM may call it twice
-    swapped = {name for name in HOMES.values() if vllm.look_up(name) is ours(name)}
-    assert swapped == {"SuffixDecodingProposer", "EagleProposer", "NgramProposer"}
-    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-
-
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "eagle3", "draft_model"])
-def test_a_runner_that_looks_names_up_in_vllm_gets_ours(method, vllm, monkeypatch):
-    monkeypatch.setenv(vllm_plugin.SWITCH, "all")
-    vllm_plugin.register()
-    assert all(vllm.look_up(name) is ours(name) for name in HOMES.values())
-    run(method, look_up=vllm.look_up)
-
-
-def test_a_share_of_the_memory_that_was_chosen_is_kept(vllm, monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2")
-    vllm_plugin.swap(["suffix"])
-    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ
-
-
-def test_a_name_that_vllm_moved_is_an_error(vllm, monkeypatch):
-    del vllm.runner.EagleProposer
-    for value in ("eagle", "all"):
-        monkeypatch.setenv(vllm_plugin.SWITCH, value)
-        with pytest.raises(ImportError, match="gpu_model_runner has no class EagleProposer.*eagle"):
-            vllm_plugin.register()
-        assert vllm.look_up("NgramProposer") is not ours("NgramProposer")  # all or nothing
-    monkeypatch.setenv(vllm_plugin.SWITCH, "ngram")
-    del vllm.homes["ngram_proposer"].NgramProposer
-    with pytest.raises(ImportError, match="ngram_proposer has no class NgramProposer"):
-        vllm_plugin.register()
-    monkeypatch.setitem(sys.modules, "vllm.v1.spec_decode.ngram_proposer", None)
-    with pytest.raises(ImportError, match="no module vllm.v1.spec_decode.ngram_proposer"):
-        vllm_plugin.register()
-
-
-def test_a_method_that_vllm_gave_up_is_left_out_of_all(vllm, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "vllm.v1.spec_decode.medusa", None)
-    del vllm.runner.MedusaProposer
-    monkeypatch.setenv(vllm_plugin.SWITCH, "all")
-    vllm_plugin.register()
-    assert "vllm.v1.spec_decode.medusa: not swapped" in caplog.text
-    assert vllm.look_up("EagleProposer") is ours("EagleProposer")
-    monkeypatch.setenv(vllm_plugin.SWITCH, "medusa")
-    with pytest.raises(ImportError, match="has no class MedusaProposer"):
-        vllm_plugin.register()
-
-
-def test_a_switch_that_would_do_nothing_is_an_error(vllm, monkeypatch):
-    monkeypatch.setenv(vllm_plugin.SWITCH, "eagle5")
-    with pytest.raises(ValueError, match="'eagle5' is no method .* wanted all, or some of ngram,"):
-        vllm_plugin.register()
-    monkeypatch.setenv(vllm_plugin.SWITCH, "eagle3")
-    sys.modules["vllm.envs"].VLLM_USE_V2_MODEL_RUNNER = None  # vLLM decides
-    with pytest.raises(RuntimeError, match="Set VLLM_USE_V2_MODEL_RUNNER=0"):
-        vllm_plugin.register()
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.delitem(sys.modules, "vllm.v1.worker.gpu_model_runner")
-    with pytest.raises(ImportError, match="or no vLLM"):
-        vllm_plugin.register()

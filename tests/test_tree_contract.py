@@ -23,6 +23,7 @@ SHARED = [
     contract.test_padding_is_inert_whatever_it_holds,
     contract.test_the_bucket_does_not_change_the_drafts,
     contract.test_permuted_requests_get_permuted_drafts,
+    contract.test_rows_that_pad_a_table_are_neither_read_nor_drafted,
     contract.test_fewer_drafts_are_the_first_ones,
     contract.test_a_request_may_ask_for_fewer_drafts,
     contract.test_step_is_prepare_and_propose,

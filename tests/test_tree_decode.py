@@ -146,6 +146,7 @@ def test_nodes_deeper_than_a_request_may_grow_are_not_verified(room, most):
         **{"max_requests": 1, "max_tokens": room, "num_drafts": 7, "chunk_size": 9},
         stop_ids=(),
         tree_depth=3,
+        drafting="fixed",
     )
     (request,) = scheduler.admit()
     request.drafts, request.parents = [5] * 7, UNEVEN.parents.tolist()

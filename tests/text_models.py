@@ -9,9 +9,12 @@ from tests.conftest import GOLDEN
 
 
 def with_tokenizer(path: Path, name: str) -> Path:
-    """Copies a recorded model and gives it a tokenizer of one token per ASCII character."""
+    """Copies a recorded model, with a token per ASCII character and messages one a line."""
     shutil.copytree(GOLDEN / "models" / name, path)
     (path / "tokenizer.json").write_text(character_tokenizer().to_str())
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ '' if loop.last else '\n' }}{% endfor %}"
+    )
     return path
 
 

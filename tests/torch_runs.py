@@ -122,9 +122,13 @@ def run(
     chunk_size=64,
     config=None,
     capture_sizes=(64, 16, 1),
+    start_worker=None,
     **speculative,
 ):
-    """Decodes prompts with the stand-in's drafter, whose drafts are compared step by step."""
+    """Decodes prompts with the stand-in's drafter, whose drafts are compared step by step.
+
+    `start_worker` makes a worker of a configuration, and the worker the runner.
+    """
     model, folder, drafter, params, path = load_method(method)
     limits = jspec.CacheConfig(
         num_pages=31, page_size=8, max_model_len=MAX_MODEL_LEN, dtype="float32"
@@ -136,15 +140,22 @@ def run(
         chunk_size=chunk_size,
         stop_ids=(),
         cache=limits,
+        drafting="fixed",
     )
     if config is None:
         speculative |= options_of(method) | {"num_drafts": drafter.num_drafts}
         config = config_for(method, folder=folder, path=path, **speculative)
-    engine.runner = StandInRunner(
-        *(config, DEVICE, model.config.vocab_size), look_up=look_up, release=release
-    )
+    worker = None if start_worker is None else start_worker(config)
+    if worker is None:
+        engine.runner = StandInRunner(
+            *(config, DEVICE, model.config.vocab_size), look_up=look_up, release=release
+        )
+    else:
+        engine.runner = worker.model_runner
     engine.is_compared = method != "extract_hidden_states"  # whose drafts are fillers
     engine.runner.start(tables(folder), *kv_cache(limits), capture_sizes)
+    if worker is not None:
+        worker.compile_or_warm_up_model()
     with backend_compiles() as engine.compiled:
         engine.run()
     assert engine.num_compared > 20 or not engine.is_compared

@@ -192,7 +192,8 @@ def record(
     prompts = [data[f"prompt_{i}"].tolist() for i in range(case["num_prompts"])]
     longest = max(len(data[f"full_output_{i}"]) for i in range(len(prompts)))
     chunk_size = min(8, max(map(len, prompts)) - 1)
-    engine = {"max_requests": 3, "chunk_size": chunk_size, "stop_ids": ()} | engine
+    options = {"max_requests": 3, "chunk_size": chunk_size, "stop_ids": (), "drafting": "fixed"}
+    engine = options | engine
     # So many tokens that the end of a request cuts no recorded step.
     recorder = Recorder(
         *(model, prompts, config, params),

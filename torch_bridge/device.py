@@ -21,7 +21,6 @@ from torch_bridge.packing import Layout, Packer, Plan, forms
 from torch_bridge.settings import Settings, read, refuse_context_parallelism, torch_device
 
 _MOST_PLANS = 4096  # one for each combination of sizes that came
-_CALLER = 8  # frames between a warning of compilation and who called `propose`
 
 
 class DeviceProposer:
@@ -45,6 +44,7 @@ class DeviceProposer:
 
     methods: tuple[str, ...] = ()
     has_pages = True
+    _frames = 7  # between a warning of compilation and who called `propose`
 
     def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
         del runner
@@ -133,10 +133,7 @@ class DeviceProposer:
         check_params(owner, config, params)
         self.config, self._params, self._memory = config, params, None
         self._reads = proposers.of(config).reads(config)
-        self._executables.clear()
-        self._plans.clear()
-        self._captured.clear()
-        self._warns = False
+        self._forget_executables()
 
     def initialize_attn_backend(
         self, kv_cache_config: Any, kernel_block_sizes: list[int] | None = None
@@ -351,7 +348,7 @@ class DeviceProposer:
             "warmup(), or dummy_run for so many rows, before the first request. Further ones are "
             "not reported.",
             UserWarning,
-            stacklevel=_CALLER,
+            stacklevel=self._frames,
         )
 
     def _set_pages(self, num_pages: int, page_size: int) -> None:
@@ -360,7 +357,14 @@ class DeviceProposer:
             self.block_size,
         ):
             self._memory = None
+            self._forget_executables()
         self._num_pages, self.block_size = num_pages, page_size
+
+    def _forget_executables(self) -> None:
+        self._executables.clear()
+        self._plans.clear()
+        self._captured.clear()
+        self._warns = False
 
     def _dtype(self) -> torch.dtype:
         dtype = read(self.vllm_config, "model_config.dtype", owner=type(self).__name__)
@@ -384,6 +388,11 @@ def _check_supported(owner: str, vllm_config: Any, has_pages: bool) -> None:
         raise NotImplementedError(
             f"{owner}: `speculative_token_tree` is {tree!r:.60}, and a runner verifies drafts as "
             "one chain. Leave it out, or decode trees with jspec.generate."
+        )
+    if read(vllm_config, "speculative_config.use_heterogeneous_vocab", False, owner=owner):
+        raise NotImplementedError(
+            f"{owner}: use_heterogeneous_vocab is set, and jspec's draft models share the target's "
+            "vocabulary. Leave it out, with a draft model of the target's tokenizer."
         )
     sampling = read(vllm_config, "speculative_config.draft_sample_method", "greedy", owner=owner)
     if sampling != "greedy":

@@ -44,6 +44,8 @@ does the width of integers, see `torch_bridge.checks`."""
 class LLMProposer(Preparing, DeviceProposer):
     """EAGLE, MTP, DFlash and draft models; see `DeviceProposer`."""
 
+    _frames = 8
+
     @torch.inference_mode()
     def dummy_run(
         self,

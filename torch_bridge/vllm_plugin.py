@@ -4,10 +4,13 @@ vLLM calls `register` in each of its processes (entry point group `vllm.general_
 not, so JAX is imported where a drafter is made and no sooner.
 """
 
+import contextlib
+import functools
 import importlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ import torch_bridge
 
 SWITCH = "JSPEC_VLLM_SWAP"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_WORKER = "vllm.v1.worker.worker_base"
 _HOME = "vllm.v1.spec_decode"
 _SWAPS = {  # vLLM's module and the class in it, whose name ours has as well
     "ngram": ("ngram_proposer", "NgramProposer"),
@@ -32,76 +36,161 @@ _SWAPS = {  # vLLM's module and the class in it, whose name ours has as well
     "extract_hidden_states": ("extract_hidden_states", "ExtractHiddenStatesProposer"),
 }
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.jspec")  # vLLM shows its own logger and those below it
 
 
 def register() -> None:
-    """Swaps vLLM's proposers for jspec's if the environment variable JSPEC_VLLM_SWAP names any.
+    """Lets vLLM's workers draft with jspec if the environment variable JSPEC_VLLM_SWAP says so.
 
     Its value is `all` or a list of methods with commas between them, such as `eagle3,suffix`.
     Without it nothing of vLLM is imported or changed. A second call changes nothing more.
 
+    The class of the engine's method is swapped when a worker makes its runner, not now: on a CPU
+    vLLM 0.32 searches all imported modules for its kernels before that, and fails at numba's.
+
     Raises:
-      ValueError: a method is unknown. ImportError: vLLM has no such class where its runner looked
-        it up in the releases that this was written for. RuntimeError: vLLM would run its V2 runner,
-        which has no proposer classes.
+      ValueError: a method is unknown. ImportError: there is no vLLM, or its workers have another
+        base class.
     """
-    asked = [name.strip() for name in os.environ.get(SWITCH, "").split(",") if name.strip()]
-    if asked:
-        swap(_SWAPS if asked == ["all"] else asked, skip_missing=asked == ["all"])
+    if not _asked():
+        return
+    worker = _class_of(_import(_WORKER), "WorkerBase")
+    make = worker.__init__
+    if hasattr(make, "_swaps_for_jspec"):
+        return
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _prepare(self)
+
+    setattr(init, "_swaps_for_jspec", True)  # noqa: B010
+    worker.__init__ = init
 
 
-def swap(methods: Iterable[str], *, skip_missing: bool = False) -> tuple[str, ...]:
-    """Puts jspec's classes in the place of vLLM's, where vLLM's runner looks their names up.
-
-    Where the environment says nothing about JAX's memory, it then takes what it needs, not most of
-    the GPU.
-
-    Args:
-      methods: of drafting, as vLLM names them.
-      skip_missing: warn of methods whose module this vLLM does not have, instead of raising.
-
-    Returns:
-      The names that were swapped.
-
-    Raises: as `register`.
-    """
-    swaps: dict[str, str] = {}
-    for method in methods:
+def _asked() -> list[str]:
+    """Reads the methods that the variable names."""
+    names = [name.strip() for name in os.environ.get(SWITCH, "").split(",") if name.strip()]
+    if names == ["all"]:
+        return list(_SWAPS)
+    # vLLM calls the MTP heads of all models `mtp` after it has read their own names.
+    methods = ["mtp" if name.endswith("_mtp") else name for name in names]
+    for name, method in zip(names, methods, strict=True):
         if method not in _SWAPS:
             raise ValueError(
-                f"{SWITCH}: {method!r} is no method that can be swapped, wanted all, or some of "
+                f"{SWITCH}: {name!r} is no method that can be swapped, wanted all, or some of "
                 f"{', '.join(_SWAPS)} with commas between them."
             )
-        swaps.setdefault(_SWAPS[method][1], method)
-    runner = _import(_RUNNER)
-    _check_runner()
-    places: list[tuple[ModuleType, str]] = []
-    for name, method in swaps.items():
-        module, _ = _SWAPS[method]
-        if skip_missing and not _exists(f"{_HOME}.{module}"):
-            logger.warning("%s: this vLLM has no %s.%s: not swapped.", SWITCH, _HOME, module)
-            continue
-        is_lazy = name == "NgramProposer"  # which the runner imports wherever it needs it
-        if is_lazy:
-            places.append((_import(f"{_HOME}.{module}"), name))
-        if not is_lazy or hasattr(runner, name):
-            places.append((runner, name))
-    for place, name in places:  # all of them, before anything changes
-        if not isinstance(getattr(place, name, None), type):
-            raise ImportError(
-                f"{SWITCH}: {place.__name__} has no class {name}, so that {swaps[name]!r} cannot "
-                "be swapped in this release of vLLM. Take it out of the variable, or install a "
-                "release that docs/pytorch.md names."
-            )
+    return methods
+
+
+def _prepare(worker: Any) -> None:
+    """Lets a worker swap before it makes its runner, and compile when the KV pages are known."""
+    init_device, compile_model = worker.init_device, worker.compile_or_warm_up_model
+    swapped: _Swap | None = None
+
+    def init_device_with_jspec() -> None:
+        nonlocal swapped
+        swapped = _swap(worker)
+        init_device()
+        if swapped is not None:
+            swapped.check(_drafter_of(worker))
+
+    def compile_model_and_drafter() -> Any:
+        times = compile_model()
+        drafter = _drafter_of(worker)
+        if swapped is not None and isinstance(drafter, swapped.ours):
+            _warm_up(drafter)
+        return times
+
+    worker.init_device = init_device_with_jspec
+    worker.compile_or_warm_up_model = compile_model_and_drafter
+
+
+def _drafter_of(worker: Any) -> Any:
+    """Returns the runner's drafter; only the last rank of a pipeline has one."""
+    return getattr(worker.model_runner, "drafter", None)
+
+
+def _swap(worker: Any) -> "_Swap | None":
+    """Puts jspec's class of the engine's method where the runner looks vLLM's up.
+
+    Returns:
+      What was swapped, None where the variable does not name the engine's method.
+
+    Raises:
+      RuntimeError: vLLM chose its V2 runner. ImportError: the class is not where the releases that
+        this was written for have it.
+    """
+    method = getattr(worker.vllm_config.speculative_config, "method", None)
+    if method not in _asked():
+        logger.warning(
+            "%s=%s swaps nothing: the method of this engine is %s.",
+            *(SWITCH, os.environ.get(SWITCH, ""), method),
+        )
+        return None
+    if getattr(worker, "use_v2_model_runner", False):
+        raise RuntimeError(
+            f"{SWITCH}: vLLM chose its V2 runner, which has no proposer classes. Set "
+            f"VLLM_USE_V2_MODEL_RUNNER=0 beside {SWITCH}."
+        )
+    home, name = _SWAPS[method]
+    # The runner imports this one from its home wherever it needs it.
+    place = _import(f"{_HOME}.{home}" if name == "NgramProposer" else _RUNNER)
+    theirs = _class_of(place, name)
     fractions = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-    if not any(os.environ.get(name) for name in fractions):
+    if not any(os.environ.get(fraction) for fraction in fractions):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    for place, name in places:
-        setattr(place, name, getattr(torch_bridge, name))
-    swapped = tuple(dict.fromkeys(name for _, name in places))
-    logger.info("%s: jspec drafts in the place of vLLM's %s.", SWITCH, ", ".join(swapped))
-    return swapped
+    _keep_compiled()
+    ours = getattr(torch_bridge, name)
+    setattr(place, name, ours)
+    return _Swap(place, theirs, ours)
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """A class of vLLM's that was replaced in a module."""
+
+    place: ModuleType
+    theirs: type
+    ours: type
+
+    def check(self, drafter: Any) -> None:
+        """Logs the swap, or undoes it if the runner took a class of another name."""
+        names = [f"{cls.__module__}.{cls.__qualname__}" for cls in (self.theirs, self.ours)]
+        if drafter is None or isinstance(drafter, self.ours):
+            if self.theirs is not self.ours:
+                logger.info("%s: %s is replaced by %s.", SWITCH, *names)
+            return
+        setattr(self.place, self.theirs.__name__, self.theirs)
+        logger.warning(
+            "%s: %s drafts, for which jspec has no class. Nothing is swapped.",
+            *(SWITCH, f"{type(drafter).__module__}.{type(drafter).__qualname__}"),
+        )
+
+
+def _warm_up(drafter: Any) -> None:
+    """Compiles what a drafter runs, unless its construction did."""
+    if not hasattr(drafter, "warmup"):
+        return
+    start = time.perf_counter()
+    drafter.warmup()
+    logger.info("jspec compiled its drafting in %.1f s.", time.perf_counter() - start)
+
+
+def _keep_compiled() -> None:
+    """Keeps executables in the user's cache folder, if JAX does not keep them elsewhere."""
+    import jax
+
+    from jspec.demo.assets import cache_folder
+
+    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    folder = cache_folder() / "compiled"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if os.access(folder, os.W_OK):  # JAX would warn at each executable
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 class CustomNgram:
@@ -272,25 +361,14 @@ def _options(vllm_config: Any, owner: str, names: tuple[str, ...]) -> dict[str, 
     return options
 
 
-def _check_runner() -> None:
-    """Refuses vLLM's V2 runner, which drafts without any of the classes that are swapped."""
-    variable = "VLLM_USE_V2_MODEL_RUNNER"
-    chosen = getattr(_import("vllm.envs"), variable, False)
-    if chosen is not False:
-        raise RuntimeError(
-            f"{SWITCH}: {variable} is {chosen}, so that vLLM may run its V2 runner, which has no "
-            f"proposer classes. Set {variable}=0 beside {SWITCH}."
+def _class_of(module: ModuleType, name: str) -> type:
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        raise ImportError(
+            f"{SWITCH}: {module.__name__} has no class {name} in this release of vLLM. Unset the "
+            "variable, or install a release that docs/pytorch.md names."
         )
-
-
-def _exists(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name == module:
-            return False
-        raise
-    return True
+    return found
 
 
 def _import(module: str) -> ModuleType:

@@ -9,6 +9,7 @@ import torch
 
 from jspec import checkpoint as checkpoints
 from jspec.checkpoint import Model
+from jspec.checkpoint.agreement import model_config
 from jspec.config import ModelConfig
 from torch_bridge.dlpack import jax_device, to_jax
 from torch_bridge.settings import read
@@ -114,7 +115,7 @@ def _from_disk(
     path: str | PathLike[str], vllm_config: Any, device: torch.device, owner: str
 ) -> Model:
     checkpoint = checkpoints.read(path)
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = model_config(checkpoint)
     dtype = str(read(vllm_config, "model_config.dtype", owner=owner)).removeprefix("torch.")
     wanted = {_EMBED: "embed"} if config.tie_embeddings else {_EMBED: "embed", _HEAD: "head"}
     params = {

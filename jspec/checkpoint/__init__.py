@@ -2,17 +2,20 @@
 
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
+from jspec.checkpoint.agreement import decoder_reasons, explained, model_config
 from jspec.checkpoint.assemble import assemble
 from jspec.checkpoint.base import Checkpoint, check_layers, stored_dtype
+from jspec.checkpoint.hub import resolve
 from jspec.checkpoint.safetensors import read_folder
 from jspec.checkpoint.weight_files import check_file
 from jspec.config import ModelConfig, check_float_dtype
 from jspec.models import llama
 from jspec.state import Params
+from jspec.text import ChatTemplate
 
 __all__ = [
     "Checkpoint",
@@ -22,6 +25,7 @@ __all__ = [
     "check_layers",
     "read",
     "read_folder",
+    "resolve",
     "stored_dtype",
 ]
 
@@ -38,15 +42,18 @@ class Model(NamedTuple):
       config: its shape.
       params: its weights.
       tokenizer_json: content of a Hugging Face tokenizer.json, None where there is none.
-      chat_template: Jinja template of the chat form, None where there is none.
+      chat_template: Jinja template of the chat form, or several by name; None where there is none.
       stop_ids: tokens that end a text.
+      tokenizer_config: content of a tokenizer_config.json without the chat template, None where
+        there is none.
     """
 
     config: ModelConfig
     params: Params
     tokenizer_json: str | None
-    chat_template: str | None
+    chat_template: ChatTemplate | None
     stop_ids: tuple[int, ...]
+    tokenizer_config: dict[str, Any] | None = None
 
 
 def read(path: str | PathLike[str]) -> Checkpoint:
@@ -73,13 +80,20 @@ def read(path: str | PathLike[str]) -> Checkpoint:
     return read_gguf(path)
 
 
-def as_model(checkpoint: Checkpoint, dtype: DTypeLike, *, source: str | PathLike[str]) -> Model:
+def as_model(
+    checkpoint: Checkpoint,
+    dtype: DTypeLike,
+    *,
+    source: str | PathLike[str],
+    config: ModelConfig | None = None,
+) -> Model:
     """Loads a model of the Llama family from an open checkpoint.
 
     Args:
       checkpoint: from `read`.
       dtype: of the weights in memory; what the file holds is converted.
       source: what errors call the checkpoint.
+      config: its shape, where `model_config` has read it already.
 
     Raises:
       ValueError: the architecture, an option of it or `dtype` is not supported, or tensors and
@@ -92,11 +106,17 @@ def as_model(checkpoint: Checkpoint, dtype: DTypeLike, *, source: str | PathLike
             f"{source}: architectures {named} are not supported, wanted one of "
             f"{', '.join(_ARCHITECTURES)}. A draft head is no target: load it with target=."
         )
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = model_config(checkpoint) if config is None else config
     check_layers(str(source), config.num_layers, checkpoint.names)
     rules = llama.rules(config)
     rules |= {name: None for name in checkpoint.names if name.startswith(_OF_A_DRAFTER)}
-    params = assemble(llama.abstract_params(config, dtype), rules, checkpoint.tensors())
+    with explained(lambda: decoder_reasons(checkpoint.config, config, checkpoint)):
+        params = assemble(llama.abstract_params(config, dtype), rules, checkpoint.tensors())
     return Model(
-        config, params, checkpoint.tokenizer_json, checkpoint.chat_template, checkpoint.stop_ids
+        config,
+        params,
+        checkpoint.tokenizer_json,
+        checkpoint.chat_template,
+        checkpoint.stop_ids,
+        checkpoint.tokenizer_config,
     )

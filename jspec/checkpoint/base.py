@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jspec.text import ChatTemplate
+
 
 class Checkpoint(NamedTuple):
     """A model on disk, in Hugging Face terms.
@@ -16,18 +18,21 @@ class Checkpoint(NamedTuple):
       tensors: yields (Hugging Face name, array) one by one; each call starts over. An array may
         be a lazy view of the file, so a consumer that only looks at shapes reads no data.
       tokenizer_json: content of a Hugging Face tokenizer.json, None where there is none.
-      chat_template: Jinja template of the chat form, None where there is none.
+      chat_template: Jinja template of the chat form, or several by name; None where there is none.
       stop_ids: tokens that end a text.
       files: names of all files of the folder; empty for other forms.
+      tokenizer_config: content of a tokenizer_config.json without the chat template, None where
+        there is none.
     """
 
     config: dict[str, Any]
     names: tuple[str, ...]
     tensors: Callable[[], Iterator[tuple[str, np.ndarray]]]
     tokenizer_json: str | None
-    chat_template: str | None
+    chat_template: ChatTemplate | None
     stop_ids: tuple[int, ...]
     files: tuple[str, ...] = ()
+    tokenizer_config: dict[str, Any] | None = None
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
@@ -49,20 +54,23 @@ _LISTED = 1000
 """Layers up to which the tensors that are missing are rather listed by name."""
 
 
-def check_layers(owner: str, num_layers: Any, tensors: Collection[Any]) -> None:
+def check_layers(
+    owner: str, num_layers: Any, tensors: Collection[Any], key: str = "num_hidden_layers"
+) -> None:
     """Refuses more layers than a checkpoint can have, before shapes of each are made.
 
     Args:
       owner: what the config describes.
       num_layers: as the config says it; what is no int is left to other checks.
       tensors: all that the checkpoint has, of which a layer has one at least.
+      key: of the config that says it.
 
     Raises:
       ValueError: there are fewer tensors than layers, and more than a thousand layers.
     """
     if isinstance(num_layers, int) and num_layers > max(len(tensors), _LISTED):
         raise ValueError(
-            f"{owner}: the config says {num_layers} layers, and the checkpoint has "
+            f"{owner}: the config says {num_layers} layers ({key}), and the checkpoint has "
             f"{len(tensors)} tensors, fewer than one for each. Take weights and config from the "
             "same model."
         )

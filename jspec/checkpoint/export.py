@@ -69,6 +69,7 @@ def write_folder(
     with new_folder(folder) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         for name, text in texts.items():
+            (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(text.encode() if isinstance(text, str) else text)
         _write_safetensors(partial / "model.safetensors", tensors)
 
@@ -95,11 +96,17 @@ def tokenizer_files(model: Model, bos_id: int | None) -> dict[str, bytes]:
         "model_max_length": model.config.max_positions,
         "clean_up_tokenization_spaces": False,
         **special,
+        **(model.tokenizer_config or {}),
     }
-    files["tokenizer_config.json"] = json.dumps(settings, indent=2) + "\n"
-    files["special_tokens_map.json"] = json.dumps(special, indent=2) + "\n"
-    if model.chat_template is not None:
-        files["chat_template.jinja"] = model.chat_template
+    template = model.chat_template
+    if isinstance(template, str):
+        files["chat_template.jinja"] = template
+    elif template is not None:
+        settings["chat_template"] = [
+            {"name": name, "template": text} for name, text in template.items()
+        ]
+    files["tokenizer_config.json"] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    files["special_tokens_map.json"] = json.dumps(special, indent=2, ensure_ascii=False) + "\n"
     return {name: text.encode() for name, text in files.items()}
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from jspec.checkpoint.base import Checkpoint
 from jspec.checkpoint.gguf_file import GgufFile, open_gguf
-from jspec.checkpoint.tokenizer import gguf_tokenizer_json
 from jspec.config import check_at_least
+from jspec.text import gguf_text_files
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -39,9 +39,6 @@ _LAYER_NAMES = {
 }
 
 _ROPE_DIVISORS = "rope_freqs.weight"
-
-# llama.cpp stops at these even where the metadata does not name them.
-_STOP_TEXTS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"}
 
 
 def read_gguf(path: str | Path) -> Checkpoint:
@@ -81,9 +78,7 @@ def read_gguf(path: str | Path) -> Checkpoint:
         config=config,
         names=tuple(names.values()),
         tensors=tensors,
-        tokenizer_json=gguf_tokenizer_json(file.metadata, source=str(file.path)),
-        chat_template=file.find("tokenizer.chat_template", str),
-        stop_ids=_stop_ids(file),
+        **gguf_text_files(file.metadata, source=str(file.path))._asdict(),
     )
 
 
@@ -130,6 +125,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.find("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": file.find("tokenizer.ggml.eos_token_id", int),
     }
+    if "blk.0.ffn_gate.bias" in file.tensors:
+        config["mlp_bias"] = True
     if arch != "qwen2":  # whose q, k and v always have a bias, without an option
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if rotary_dim != head_dim:
@@ -211,10 +208,3 @@ def _read(file: GgufFile, name: str, config: dict[str, Any]) -> np.ndarray:
         )
     lanes = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
     return lanes.swapaxes(1, 2).reshape(tensor.shape)
-
-
-def _stop_ids(file: GgufFile) -> tuple[int, ...]:
-    keys = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
-    named = {file.find(key, int) for key in keys if key in file.metadata}
-    tokens = file.get("tokenizer.ggml.tokens", list, default=[])
-    return tuple(sorted(named | {i for i, token in enumerate(tokens) if token in _STOP_TEXTS}))

@@ -10,16 +10,15 @@ import math
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jspec.checkpoint.base import Checkpoint
-from jspec.checkpoint.tokenizer import read_chat_template
 from jspec.checkpoint.weight_files import WeightFiles, check_folder, check_index, find_weights
-from jspec.config import check_at_least, read_json
+from jspec.config import read_json
+from jspec.text import read_text_files
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -44,9 +43,9 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
     Args:
       path: folder with config.json and model.safetensors (Medusa heads: or
         medusa_lm_head.safetensors), or the shards that model.safetensors.index.json lists.
-        tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json are
-        read where they exist. Weights are chosen as transformers does: one file before shards. What
-        is left beside them, and an index that its shards contradict, is warned of.
+        The files that say what is text are read where they exist: see `jspec.text`. Weights are
+        chosen as transformers does: one file before shards. What is left beside them, and an index
+        that its shards contradict, is warned of.
 
     Returns:
       The checkpoint. Headers have been checked; no tensor data has been read.
@@ -70,23 +69,13 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
             for name, (dtype, shape, offset) in header.items():
                 yield name, _view(file, dtype, shape, offset)
 
-    generation = folder / "generation_config.json"
     return Checkpoint(
         config=config,
         names=tuple(name for header in headers.values() for name in header),
         tensors=tensors,
-        tokenizer_json=_read_text(folder / "tokenizer.json"),
-        chat_template=read_chat_template(folder),
-        stop_ids=_stop_ids(config, read_json(generation) if generation.is_file() else {}),
+        **read_text_files(folder, config)._asdict(),
         files=tuple(sorted(file.name for file in folder.iterdir())),
     )
-
-
-def _read_text(file: Path) -> str | None:
-    try:
-        return file.read_text("utf-8") if file.is_file() else None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text ({error}). Fetch the file again.") from error
 
 
 def _read_header(file: Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]:
@@ -123,14 +112,3 @@ def _view(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> n
     if 0 in shape:  # an empty range cannot be mapped
         return np.empty(shape, dtype)
     return np.memmap(file, dtype, "r", offset, shape)
-
-
-def _stop_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    ids: list[int] = []
-    for config in configs:
-        eos = config.get("eos_token_id")
-        if eos is not None:
-            ids += eos if isinstance(eos, list) else [eos]
-    for token in ids:
-        check_at_least("config.json or generation_config.json", 0, eos_token_id=token)
-    return tuple(dict.fromkeys(ids))

@@ -4,23 +4,26 @@ import argparse
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
 from jspec.cli import bench, bench_drafts, convert, generate, inspection
 from jspec.config import check_at_least
 from jspec.demo.assets import cache_folder
+from jspec.options import did_you_mean
 
 _INTERRUPTED = 130  # as a shell counts Ctrl-C
 _EXPLAINED = (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportError, MemoryError)
 
 _EPILOG = """Each command has examples: python -m jspec generate --help
 
-exit codes: 0; 1 after an error, told in one line, or where a drafter of bench or demo changed a
-token of plain decoding; 2 where the words do not parse; 130 after Ctrl-C.
+exit codes: 0; 1 after an error, told in one line, or where a drafter changed a token of plain
+decoding in float32 (bench, demo, generate --compare-plain); 2 where the words do not parse; 130
+after Ctrl-C.
 """
 
 
@@ -49,10 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if sys.stdout is None:  # Python found it closed
         sys.stdout = open(os.devnull, "w")
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [f"--{name.replace('_', '-')}" for name in vars(arguments)]
+        hint = did_you_mean(unknown[0].partition("=")[0], known)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}. {hint}".strip())
     _keep_compiled(cache_folder() / "compiled")
     try:
-        code = arguments.run(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = arguments.run(arguments)
         sys.stdout.flush()  # a pipe that was closed shows here, not when Python exits
         return code
     except KeyboardInterrupt:
@@ -64,6 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = error.args[0] if isinstance(error, KeyError) else error
         print(f"jspec: {' '.join(str(message).split())}", file=sys.stderr)
         return 1
+
+
+def _show_warning(message: Warning | str, *where: Any) -> None:
+    print(f"jspec: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _keep_compiled(folder: Path) -> None:

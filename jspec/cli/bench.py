@@ -12,7 +12,7 @@ import jax
 
 from jspec import measure, proposers, replay, scheduling
 from jspec.checkpoint import Model
-from jspec.cli import decoding, drafters, models, prompts
+from jspec.cli import comparison, decoding, drafters, models, prompts
 from jspec.cli.streaming import Progress
 from jspec.demo.picture import plot_acceptance
 from jspec.demo.prompts import demo_prompts
@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
     )
     bench.set_defaults(run=_run)
     add = bench.add_argument
-    add("--model", required=True, help="model folder, .gguf file, or smollm2 (fetched)")
+    add("--model", required=True, help=models.HELP)
     add(
         "--methods",
         default="all",
@@ -52,12 +52,12 @@ def add_to(commands: Any) -> None:
         action="append",
         default=[],
         metavar="METHOD=PATH",
-        help="folder or .gguf file of a drafter with weights; may be given several times",
+        help=f"drafter with weights: {drafters.HELP}; may be given several times",
     )
     add("--suite", default="demo", help="demo (default), or a file of prompts as of generate")
     add("--num-prompts", type=int, help="only the first ones of the suite")
     drafters.add_options(add)
-    add("--raw", action="store_true", help="continue the texts themselves, without the chat form")
+    prompts.add_form_options(add)
     decoding.add_options(add)
     add("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
     forms = bench.add_mutually_exclusive_group()
@@ -71,7 +71,9 @@ def _run(arguments: argparse.Namespace) -> int:
         check_picture("--picture", Path(arguments.picture))
     paths = _paths(arguments.drafter)
     methods = _methods(arguments.methods, paths)
-    asked = _suite(arguments)
+    prompts.check_form(arguments)
+    bad = prompts.BadPrompts(arguments.skip_bad)
+    asked = _suite(arguments, bad)
     decoding.check(arguments, len(asked))
     free = [method for method in methods if method not in paths]
     configs = {m: drafters.without_weights(m, arguments, others=free) for m in free}
@@ -83,19 +85,32 @@ def _run(arguments: argparse.Namespace) -> int:
         loaded[method] = drafters.open_drafter(
             path, model, method=method, num_drafts=arguments.num_drafts, **options
         )
-    tokenizer = models.open_tokenizer(model)
-    ids = prompts.encode(tokenizer, asked, raw=arguments.raw)
+    tokenizer = models.open_tokenizer(model, arguments.chat_template)
+    _, ids, num_skipped = prompts.encode(
+        tokenizer,
+        asked,
+        bad,
+        model=model.config,
+        vocab_sizes=[drafter.config.vocab_size for drafter in loaded.values() if drafter.config],
+        raw=arguments.raw,
+        special_tokens=not arguments.no_special_tokens,
+    )
     rows = _measure(arguments, model, ids, {method: loaded[method] for method in methods})
     header = {
         "device": jax.devices()[0].device_kind,
         "model": arguments.model,
         "suite": arguments.suite,
         "prompts": len(ids),
+        "skipped_prompts": num_skipped,
         "max_tokens": arguments.max_tokens,
         "batch_size": arguments.batch_size,
         "dtype": arguments.dtype,
     }
-    setting = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in header.items())
+    setting = ", ".join(
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in header.items()
+        if name != "skipped_prompts" or value
+    )
     if arguments.json:
         print(json.dumps(header | {"methods": rows}))
     elif arguments.markdown:
@@ -104,7 +119,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print("\n".join([setting, *_table(rows)]))
     if arguments.picture is not None:
         _draw(rows, Path(arguments.picture), title=f"{arguments.model}, {header['device']}")
-    return 1 if any(row["identical_to_plain"] is False for row in rows) else 0
+    return comparison.exit_code(model, rows)
 
 
 def check_picture(option: str, output: Path) -> None:
@@ -119,9 +134,9 @@ def check_picture(option: str, output: Path) -> None:
         raise ImportError(f"{option} needs matplotlib. Run: pip install 'jspec-decode[demo]'")
 
 
-def _paths(words: list[str]) -> dict[str, str]:
-    """Reads `--drafter METHOD=PATH`."""
-    paths = {}
+def _paths(words: list[str]) -> dict[str, Path]:
+    """Reads `--drafter METHOD=PATH`; drafters of the hub may be fetched."""
+    paths: dict[str, Path] = {}
     for word in words:
         method, equals, path = word.partition("=")
         if not equals:
@@ -130,13 +145,11 @@ def _paths(words: list[str]) -> dict[str, str]:
             raise ValueError(f"--drafter {word}: {method} has no weights. Leave it out.")
         if method in paths:
             raise ValueError(f"--drafter has {method} twice. Leave one out.")
-        if not Path(path).exists():
-            raise ValueError(f"--drafter {word}: {path!r} does not exist. Pass its folder or file.")
-        paths[method] = path
+        paths[method] = drafters.find(f"--drafter {method}:", path)
     return paths
 
 
-def _methods(words: str, paths: dict[str, str]) -> list[str]:
+def _methods(words: str, paths: dict[str, Path]) -> list[str]:
     if words == "all":
         return [*replay.model_free(), *paths]
     methods = list(dict.fromkeys(words.split(",")))
@@ -154,13 +167,16 @@ def _methods(words: str, paths: dict[str, str]) -> list[str]:
     return methods
 
 
-def _suite(arguments: argparse.Namespace) -> list[prompts.Prompt]:
+def _suite(arguments: argparse.Namespace, bad: prompts.BadPrompts) -> list[prompts.Asked]:
     if arguments.num_prompts is not None and arguments.num_prompts < 1:
         raise ValueError(f"--num-prompts is {arguments.num_prompts}, wanted 1 or more. Raise it.")
     if arguments.suite == "demo":
         texts = demo_prompts(progress=not arguments.json)
-        return [prompt.text for prompt in texts[: arguments.num_prompts]]
-    return prompts.read_file(arguments.suite)[: arguments.num_prompts]
+        texts = texts[: arguments.num_prompts]
+        return [prompts.Asked(prompt.text, f"demo, {prompt.name}") for prompt in texts]
+    return prompts.read_file(
+        arguments.suite, bad, arguments.prompt_format, most=arguments.num_prompts
+    )
 
 
 def _measure(
@@ -171,8 +187,11 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Runs every drafter, plain decoding first; returns a row for each."""
     options: dict[str, Any] = decoding.of_target(arguments)
+    configs = [drafter.config for drafter in loaded.values() if drafter.config]
+    chains = [c.num_drafts for c in configs if proposers.of(c).tree(c) is None]
     options["cache"] = scheduling.limits(
-        model, ids, arguments.max_tokens, arguments.batch_size, None, 1
+        *(model, ids, arguments.max_tokens, arguments.batch_size, None, 1),
+        num_drafts=max(chains, default=0),
     )
     rows, plain = [], None
     for method, drafter in {"none": Drafter(None, None), **loaded}.items():
@@ -192,6 +211,11 @@ def _measure(
         row = measure.summary(method, num_drafts, report, plain) | halves._asdict()
         if method == "none" or not decoding.keeps_tokens(arguments):
             row["identical_to_plain"] = None
+        row |= comparison.differences(
+            *(model, ids, report, plain if row["identical_to_plain"] is False else None),
+            cache=options["cache"],
+            greedy=not arguments.temperature,
+        )
         rows.append(row)
     return rows
 
@@ -200,7 +224,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     def number(name: str, digits: int = 2) -> str:
         return "-" if row[name] is None else f"{row[name]:.{digits}f}"
 
-    same = {True: "yes", False: "NO", None: "-"}
+    same = {True: "yes", False: "NO", None: "-"}[row["identical_to_plain"]]
+    if row["near_ties"]:
+        same += f", {row['near_ties']} of {row['differing_prompts']} by ties"
     drafts = row["num_drafts"] > 0
     return [
         row["method"],
@@ -208,12 +234,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(row["draft_tokens"]),
         number("tokens_per_step"),
         number("mean_acceptance_length"),
-        " ".join(f"{100 * rate:.0f}" for rate in row["acceptance_per_position"]) or "-",
+        comparison.in_short([f"{100 * rate:.0f}" for rate in row["acceptance_per_position"]])
+        or "-",
         number("draft_ms") if drafts else "-",
         number("verify_ms"),
         number("tokens_per_second", 1),
         number("speedup"),
-        same[row["identical_to_plain"]],
+        same,
     ]
 
 

@@ -98,4 +98,5 @@ def _print_segment(name: str, numbers: dict[str, Any]) -> None:
             f"  {method:14}{row['acceptance_length']:15.2f}{row['drafted_share']:19.0%}"
             f"{row['acceptance_rate']:10.0%}{row['draft_us_per_token']:12.1f}"
         )
-    print(f"  winner: {numbers['winner'] or 'none, no draft was ever accepted'}\n")
+    winner = numbers["winner"]
+    print(f"  winner: {winner}\n" if winner else "  no winner: no draft was ever accepted\n")

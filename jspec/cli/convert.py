@@ -35,7 +35,6 @@ EXAMPLES = """examples:
 _ORIGIN = "origin.json"
 """File beside a saved drafter: what its params do not say about the folder that it came from."""
 
-
 _TEXTS = "texts"
 """Folder in a saved model: the files of `_OF_TEXT` that its source had."""
 
@@ -45,6 +44,9 @@ _OF_TEXT = (
     *("vocab.json", "merges.txt"),
 )
 """Files of a Hugging Face folder that transformers makes tokenizer and generation from."""
+
+_TEMPLATES = "additional_chat_templates"
+"""Folder of further chat templates beside them."""
 
 
 class _Origin(NamedTuple):
@@ -69,7 +71,7 @@ def add_to(commands: Any) -> None:
     )
     convert.set_defaults(run=_run)
     add = convert.add_argument
-    add("source", help="Hugging Face folder, .gguf file, or folder of jspec.save")
+    add("source", help="Hugging Face folder or owner/name, .gguf file, or folder of jspec.save")
     add("destination", help="folder to make; it must not exist")
     add(
         "--to",
@@ -162,9 +164,11 @@ def _texts(source: Path, found: Model | Drafter) -> dict[str, bytes]:
     folder = source / _TEXTS if models.is_saved(source) else source
     texts = {}
     if folder.is_dir():
-        texts = {
-            name: (folder / name).read_bytes() for name in _OF_TEXT if (folder / name).exists()
-        }
+        names = [
+            *_OF_TEXT,
+            *(f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*")),
+        ]
+        texts = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     if isinstance(found, Drafter):
         return texts
     if "tokenizer_config.json" not in texts:
@@ -183,9 +187,8 @@ def _write_beside(folder: Path, origin: _Origin | None, texts: Mapping[str, byte
     try:
         if origin is not None:
             (folder / _ORIGIN).write_text(json.dumps(origin._asdict(), indent=1), "utf-8")
-        if texts:
-            (folder / _TEXTS).mkdir()
         for name, text in texts.items():
+            (folder / _TEXTS / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / _TEXTS / name).write_bytes(text)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # whole or not at all

@@ -32,7 +32,11 @@ def add_options(add: Callable[..., Any]) -> None:
         help="with --temperature and --drafter: draft the best tokens (default), or draw them, of "
         "which verification by chance keeps more",
     )
-    add("--adaptive", action="store_true", help="draft as much as pays, by measurement")
+    add(
+        "--adaptive",
+        action=argparse.BooleanOptionalAction,
+        help="draft as much as pays, by measurement (default), or K tokens in every step",
+    )
 
 
 def check(arguments: argparse.Namespace, num_prompts: int) -> None:
@@ -74,10 +78,18 @@ def of_target(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def of_drafting(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what runs with a drafter take beside that."""
-    options: dict[str, Any] = {"drafting": Adaptive() if arguments.adaptive else None}
+    is_fixed = arguments.adaptive is False
+    options: dict[str, Any] = {"drafting": "fixed" if is_fixed else Adaptive()}
     if arguments.verification is not None:
         options["verification"] = arguments.verification
     return options
+
+
+def seeds(arguments: argparse.Namespace) -> list[int | None]:
+    """Lists the seeds of a prompt's samples; None for greedy decoding."""
+    if not arguments.temperature:
+        return [None]
+    return [(arguments.seed or 0) + n for n in range(arguments.num_samples)]
 
 
 def keeps_tokens(arguments: argparse.Namespace) -> bool:

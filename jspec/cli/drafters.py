@@ -15,10 +15,12 @@ from jspec.saving import restore
 from jspec.suffix import files
 from jspec.tree import Tree
 
+HELP = "folder, .gguf file, or owner/name on the Hugging Face hub"
+
 # Options that set a field of a drafter's config; what they are where they are left out, None =
 # the config's own default.
 _OPTIONS: dict[str, tuple[str, Any]] = {
-    "num_drafts": ("num_drafts", 5),
+    "num_drafts": ("num_drafts", 7),
     "min_n": ("prompt_lookup_min", 2),
     "max_n": ("prompt_lookup_max", 4),
     "min_prob": ("min_token_prob", None),
@@ -29,9 +31,9 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
 
 def add_options(add: Callable[..., Any]) -> None:
     """Adds the options of drafters to a command."""
-    add("--num-drafts", type=int, metavar="K", help="drafts per step (default: 5)")
-    add("--min-n", type=int, help="ngram: shortest n-gram to look up (default: 2)")
-    add("--max-n", type=int, help="ngram: longest n-gram to look up (default: 4)")
+    add("--num-drafts", type=int, metavar="K", help="most drafts per step (default: 7)")
+    add("--min-n", type=int, help="ngram: shortest n-gram to look up (default: 2, at most --max-n)")
+    add("--max-n", type=int, help="ngram: longest n-gram to look up (default: 4, at least --min-n)")
     add("--min-prob", type=float, help="suffix: least probability of a draft (default: 0.1)")
     add("--spec-factor", type=float, help="suffix: drafts per matched token (default: 1.0)")
     add("--warm-start", metavar="FILE", help="suffix: cache of responses to start from")
@@ -60,20 +62,34 @@ def without_weights(method: str, arguments: argparse.Namespace, others: Sequence
         value = default if given is None else given
         if value is not None:
             fields[field] = value
+    # A default gives way to the other bound, where that alone was passed.
+    if arguments.min_n is not None and arguments.max_n is None and "max_n" in options:
+        fields["prompt_lookup_max"] = max(fields["prompt_lookup_max"], arguments.min_n)
+    elif arguments.max_n is not None and arguments.min_n is None and "min_n" in options:
+        fields["prompt_lookup_min"] = min(fields["prompt_lookup_min"], arguments.max_n)
     return proposers.find(method).Config(**fields)
 
 
-def check_on_disk(arguments: argparse.Namespace) -> None:
-    """Checks what can be checked of `--drafter` before its target is loaded.
+def find(option: str, name: str) -> Path:
+    """Returns where a drafter lies on disk; one of the hub may be fetched.
 
     Raises:
-      ValueError: nothing is there, the method has no weights, or an option has no effect.
+      ValueError, FileNotFoundError: nothing is there.
     """
-    if not Path(arguments.drafter).exists():
-        raise ValueError(
-            f"--drafter {arguments.drafter!r} does not exist. Pass a folder of a draft head or a "
-            "draft model, or a .gguf file of one."
-        )
+    return models.find_on_disk(
+        option,
+        name,
+        "Pass a folder of a draft head or a draft model, owner/name of one on the hub, or a .gguf "
+        "file.",
+    )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Checks the options beside `--drafter`, before its target is loaded.
+
+    Raises:
+      ValueError: the method has no weights, or an option has no effect.
+    """
     method = arguments.method
     if method == "none" or (method and proposers.find(method).model_free):
         raise ValueError(
@@ -82,15 +98,15 @@ def check_on_disk(arguments: argparse.Namespace) -> None:
     _check_effect(arguments, {"num_drafts"}, "--drafter", {"num_drafts"})
 
 
-def from_disk(arguments: argparse.Namespace, target: Model) -> Drafter:
-    """Loads the drafter that `--drafter` names."""
+def from_disk(path: Path, arguments: argparse.Namespace, target: Model) -> Drafter:
+    """Loads the drafter that `--drafter` names, from where `find` found it."""
     options: dict[str, Any] = {}
     if arguments.tree is not None:
         options["tree"] = Tree(arguments.tree)
     if arguments.draft_sampling is not None:
         options["draft_sampling"] = arguments.draft_sampling
     return open_drafter(
-        arguments.drafter,
+        path,
         target,
         method=arguments.method,
         num_drafts=arguments.num_drafts,
@@ -136,10 +152,10 @@ def _check_effect(
 ) -> None:
     for option in _OPTIONS:
         if getattr(arguments, option) is not None and option not in effective:
-            known = ", ".join(_spell(o) for o in _OPTIONS if o in options) or "none"
+            known = ", ".join(_spell(o) for o in _OPTIONS if o in options)
             raise ValueError(
-                f"{_spell(option)} has no effect with {owner}. Leave it out; options that have: "
-                f"{known}."
+                f"{_spell(option)} has no effect with {owner}. Leave it out"
+                + (f"; options that have: {known}." if known else ".")
             )
 
 

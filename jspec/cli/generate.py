@@ -3,11 +3,13 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from jspec import measure, proposers, scheduling
-from jspec.cli import decoding, drafters, models, prompts
-from jspec.cli.streaming import Progress, Text
+from jspec.cli import comparison, decoding, drafters, models, prompts
+from jspec.cli.streaming import Ends, Progress, Records, Text
+from jspec.scheduling import OnTokens
 
 EXAMPLES = """examples:
   python -m jspec generate --model smollm2 --prompt "Write a haiku about rivers."
@@ -16,6 +18,8 @@ EXAMPLES = """examples:
   python -m jspec generate --model path/to/folder --drafter path/to/head --prompt "def add("
   python -m jspec generate --model path/to/folder --prompt-file questions.jsonl --batch-size 8
   python -m jspec generate --model path/to/folder --prompt "Once" --temperature 0.8 --top-p 0.95
+  python -m jspec generate --model path/to/folder --prompt "Once" --temperature 1 --num-samples 4
+  python -m jspec generate --model Qwen/Qwen3-0.6B --prompt "Hello"
   python -m jspec generate --model model.gguf --method none --prompt "def add(" --raw --json
 """
 
@@ -30,8 +34,8 @@ def add_to(commands: Any) -> None:
     )
     generate.set_defaults(run=_run)
     add = generate.add_argument
-    add("--model", required=True, help="model folder, .gguf file, or smollm2 (fetched)")
-    add("--drafter", metavar="PATH", help="folder or .gguf file of a drafter with weights")
+    add("--model", required=True, help=models.HELP)
+    add("--drafter", metavar="PATH", help=f"drafter with weights: {drafters.HELP}")
     methods = ", ".join(proposers.REGISTRY)
     add(
         "--method",
@@ -40,56 +44,84 @@ def add_to(commands: Any) -> None:
     drafters.add_options(add)
     add("--tree", help="--drafter: token tree to draft, for example '[(0,), (1,), (0, 0)]'")
     prompts.add_options(add)
-    add("--raw", action="store_true", help="continue the text itself, without the chat form")
+    prompts.add_form_options(add)
     decoding.add_options(add)
+    add(
+        "--num-samples",
+        type=int,
+        default=1,
+        help="with --temperature: texts of each prompt, by seeds that count up (default: 1)",
+    )
     add("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
     add("--compare-plain", action="store_true", help="also decode without drafts, and compare")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add(
+        "--json",
+        action="store_true",
+        help="print JSON and nothing else: a line for each prompt as it ends, where there are "
+        "several, and a last one with the figures of the run",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    method, config, params = arguments.method or "ngram", None, None
-    asked = prompts.read(arguments)
+    method, config, params, path = arguments.method or "ngram", None, None, None
+    prompts.check_form(arguments)
+    _check_samples(arguments)
+    bad = prompts.BadPrompts(arguments.skip_bad)
+    asked = prompts.read(arguments, bad)
     decoding.check(arguments, len(asked))
     if arguments.drafter is None:
         if arguments.tree is not None:
             raise ValueError("--tree has no effect without --drafter. Leave it out, or pass both.")
         config = drafters.without_weights(method, arguments)
     else:
-        drafters.check_on_disk(arguments)
-    if config is None and arguments.drafter is None:
+        drafters.check(arguments)
+        path = drafters.find("--drafter", arguments.drafter)
+    if config is None and path is None:
         _check_plain(arguments)
     model = models.open_model(arguments.model, arguments.dtype, quiet=arguments.json)
-    tokenizer = models.open_tokenizer(model)
-    if arguments.drafter is not None:
-        config, params = drafters.from_disk(arguments, model)
+    tokenizer = models.open_tokenizer(model, arguments.chat_template)
+    if path is not None:
+        config, params = drafters.from_disk(path, arguments, model)
         method = proposers.of(config).name
-    ids = prompts.encode(tokenizer, asked, raw=arguments.raw)
+    asked, ids, num_skipped = prompts.encode(
+        tokenizer,
+        asked,
+        bad,
+        model=model.config,
+        vocab_sizes=[] if config is None else [config.vocab_size],
+        raw=arguments.raw,
+        special_tokens=not arguments.no_special_tokens,
+    )
     options = decoding.of_target(arguments)
+    num_samples = arguments.num_samples
+    ids = [prompt for prompt in ids for _ in range(num_samples)]
+    if num_samples > 1:
+        options["seed"] = decoding.seeds(arguments) * len(asked)
     cache = scheduling.limits(model, ids, arguments.max_tokens, arguments.batch_size, None, 1)
     options["cache"] = cache
     drafting = {} if config is None else decoding.of_drafting(arguments)
-    text, progress = None, None
-    if not arguments.json:
-        budgets = [min(arguments.max_tokens, cache.max_model_len - len(p)) for p in ids]
-        text = Text(tokenizer, budgets, model.stop_ids, [_title(prompt) for prompt in asked])
-    if text is None or not sys.stdout.isatty():  # else the text itself shows how far it got
+    budgets = [min(arguments.max_tokens, cache.max_model_len - len(prompt)) for prompt in ids]
+    ends, records = Ends(budgets, model.stop_ids), None
+    if arguments.json:
+        begun = _begun(asked, ids, decoding.seeds(arguments))
+        records = Records(tokenizer, ends, begun, shown=len(begun) > 1)
+    shown: list[OnTokens] = [records or Text(tokenizer, ends, _titles(asked, num_samples))]
+    progress = None
+    if arguments.json or not sys.stdout.isatty():  # else the text itself shows how far it got
         progress = Progress(method, len(ids))
+        shown.insert(0, progress)
     elif sys.stderr.isatty():
         print("compiling: up to a minute the first time, seconds later", file=sys.stderr)
 
     def show(index: int, tokens: list[int], num_accepted: int) -> None:
-        for each in (progress, text):
-            if each is not None:
-                each(index, tokens, num_accepted)
+        for each in shown:
+            each(index, tokens, num_accepted)
 
     try:
         report = measure.run(model, ids, config, params, on_tokens=show, **options, **drafting)
     finally:
         if progress is not None:
             progress.finish()
-    if text is not None:
-        text.finish()
     plain = None
     if config is None:
         plain = report
@@ -97,29 +129,78 @@ def _run(arguments: argparse.Namespace) -> int:
         plain = measure.run(model, ids, **options)
     num_drafts = config.num_drafts if config else 0
     result = measure.summary(method, num_drafts, report, plain)
+    result["skipped_prompts"] = num_skipped
     if not decoding.keeps_tokens(arguments):
         result["identical_to_plain"] = None  # they share a distribution, which no run can show
-    if arguments.json:
-        texts = [tokenizer.decode(generation.tokens) for generation in report.generations]
-        print(json.dumps(result | {"texts": texts}))
-        return 0
-    for name, value in result.items():
-        if value is not None:
-            print(f"{name.replace('_', ' '):>24}  {_pretty(value)}")
-    return 0
+    result |= comparison.differences(
+        *(model, ids, report, plain if result["identical_to_plain"] is False else None),
+        cache=cache,
+        greedy=not arguments.temperature,
+    )
+    _print(result, records)
+    return comparison.exit_code(model, [result])
 
 
 def _check_plain(arguments: argparse.Namespace) -> None:
     """Refuses options of drafting where nothing drafts."""
-    for name in ("adaptive", "verification"):
-        if getattr(arguments, name):
-            raise ValueError(f"--{name} has no effect with --method none. Leave one out.")
+    given = {
+        "--adaptive": arguments.adaptive,
+        "--no-adaptive": arguments.adaptive is False,
+        "--verification": arguments.verification,
+    }
+    for option, value in given.items():
+        if value:
+            raise ValueError(f"{option} has no effect with --method none. Leave one out.")
 
 
-def _title(prompt: prompts.Prompt) -> str:
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    first = text.strip().split("\n")[0]
-    return first if len(first) <= 60 else f"{first[:60]}..."
+def _check_samples(arguments: argparse.Namespace) -> None:
+    if arguments.num_samples < 1:
+        raise ValueError(f"--num-samples is {arguments.num_samples}, wanted 1 or more. Raise it.")
+    if arguments.num_samples > 1 and not arguments.temperature:
+        raise ValueError(
+            "--num-samples has no effect without --temperature: greedy decoding always gives the "
+            "same text. Pass both, or leave it out."
+        )
+
+
+def _begun(
+    asked: Sequence[prompts.Asked], ids: Sequence[Sequence[int]], seeds: Sequence[int | None]
+) -> list[dict[str, Any]]:
+    """Lists what is known of each sample of each prompt before it is decoded."""
+    samples = [(*pair, n) for pair in enumerate(asked) for n in range(len(seeds))]
+    return [
+        {
+            "index": index,
+            "source": each.place,
+            "sample": n,
+            "seed": seeds[n],
+            "prompt_tokens": len(prompt),
+        }
+        for (index, each, n), prompt in zip(samples, ids, strict=True)
+    ]
+
+
+def _titles(asked: Sequence[prompts.Asked], num_samples: int) -> list[str]:
+    titles = []
+    for prompt, _ in asked:
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        first = text.strip().split("\n")[0]
+        title = first if len(first) <= 60 else f"{first[:60]}..."
+        samples = range(1, num_samples + 1)
+        titles += [f"{title} (sample {n})" for n in samples] if num_samples > 1 else [title]
+    return titles
+
+
+def _print(result: dict[str, Any], records: Records | None) -> None:
+    """Prints the figures of a run; as JSON, with what there is of a lone prompt."""
+    if records is None:
+        for name, value in result.items():
+            if value is not None:
+                print(f"{name.replace('_', ' '):>24}  {_pretty(value)}")
+        return
+    alone = records.records[0] if len(records.records) == 1 else {}
+    texts = [record["text"] for record in records.records]
+    print(json.dumps(result | alone | {"texts": texts}))
 
 
 def _pretty(value: Any) -> str:
@@ -128,5 +209,5 @@ def _pretty(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}"
     if isinstance(value, list):
-        return " ".join(map(_pretty, value))
+        return comparison.in_short(list(map(_pretty, value)))
     return str(value)

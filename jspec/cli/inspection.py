@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jspec import checkpoint, proposers
 from jspec.cache import KVCache
 from jspec.checkpoint import Model, orbax
+from jspec.checkpoint.agreement import model_config
 from jspec.cli import drafters, models
 from jspec.config import CacheConfig, ModelConfig
 from jspec.models import llama
@@ -52,7 +53,7 @@ def add_to(commands: Any) -> None:
     )
     inspect.set_defaults(run=_run)
     add = inspect.add_argument
-    add("path", help="model folder, drafter folder, .gguf file, folder of jspec.save, or smollm2")
+    add("path", help=f"{models.HELP}; or a drafter's")
     add("--target", metavar="PATH", help="look at the path as a drafter for this model")
     add("--method", help="--target: method of the drafter (default: the one that recognises it)")
     add("--max-requests", type=int, default=8, help="requests at the same time (default: 8)")
@@ -145,7 +146,7 @@ def _look(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, P
         if proposer.recognises(opened.config, opened.names)
     ]
     if {"model.embed_tokens.weight", "model.norm.weight"} <= set(opened.names):
-        config = ModelConfig.from_hf(opened.config)
+        config = model_config(opened)
         checkpoint.check_layers(str(path), config.num_layers, opened.names)
         return _target(config, methods), config, llama.abstract_params(config, dtype)
     if not methods:
@@ -174,7 +175,7 @@ def _tables(path: Path, dtype: DTypeLike) -> Model:
             raise ValueError(f"--target {path} holds a drafter. Pass the model that it drafts for.")
         return saved
     opened = checkpoint.read(path)
-    config = ModelConfig.from_hf(opened.config)
+    config = model_config(opened)
     checkpoint.check_layers(str(path), config.num_layers, opened.names)
     params = llama.abstract_params(config, dtype)
     wanted = {"model.embed_tokens.weight": "embed"}

@@ -1,14 +1,18 @@
 """Models that the words of a command name."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from jspec import checkpoint
 from jspec.checkpoint import Model
-from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.demo.assets import fetch_smollm2
 from jspec.loading import load
 from jspec.saving import restore
+from jspec.text import Tokenizer
+from jspec.text.chat import choose_template
+
+HELP = "model folder, .gguf file, owner/name on the Hugging Face hub, or smollm2 (fetched)"
 
 
 def dtype_of(path: Path) -> str:
@@ -26,19 +30,38 @@ def check_dtype(dtype: str) -> None:
 
 
 def find(option: str, name: str) -> Path:
-    """Returns where a model lies on disk; SmolLM2 is fetched.
+    """Returns where a model lies on disk; SmolLM2 and models of the hub are fetched.
 
     Raises:
-      ValueError: nothing is there.
+      ValueError, FileNotFoundError: nothing is there.
     """
     if name == "smollm2":
         return fetch_smollm2(progress=False)
-    if not name or not Path(name).exists():
-        raise ValueError(
-            f"{option} {name!r} does not exist. Pass a Hugging Face model folder, a .gguf file, a "
-            "folder of jspec.save, or smollm2, which is fetched."
-        )
-    return Path(name)
+    return find_on_disk(
+        option,
+        name,
+        "Pass a Hugging Face model folder, owner/name of a model on the hub, a .gguf file, a "
+        "folder of jspec.save, or smollm2, which is fetched.",
+    )
+
+
+def find_on_disk(option: str, name: str, wanted: str) -> Path:
+    """Returns where a model or drafter lies; one of the hub may be fetched.
+
+    Args:
+      option: that names it.
+      name: path, or owner/name on the hub.
+      wanted: how an error ends.
+
+    Raises:
+      ValueError, FileNotFoundError: nothing is there.
+    """
+    path = checkpoint.resolve(name, option)
+    if not name or not path.exists():
+        raise ValueError(f"{option} {name!r} does not exist. {wanted}")
+    if path != Path(name):
+        print(f"jspec: {option} {name} is {path}", file=sys.stderr)
+    return path
 
 
 def is_saved(path: Path) -> bool:
@@ -64,11 +87,30 @@ def open_model(name: str, dtype: str, *, option: str = "--model", quiet: bool = 
     return model
 
 
-def open_tokenizer(model: Model) -> Tokenizer:
-    """Returns the tokenizer that came with a model."""
+def open_tokenizer(model: Model, template: str | None = None) -> Tokenizer:
+    """Returns the tokenizer that came with a model.
+
+    Args:
+      model: the target.
+      template: one of the model's chat templates by name, or a file with another one; None = the
+        model's own.
+
+    Raises:
+      ValueError: there is no tokenizer, no such template, or the file is no text.
+    """
     if model.tokenizer_json is None:
         raise ValueError(
             "the model has no tokenizer.json, so that text cannot be encoded. Put the model's own "
             "tokenizer.json into its folder."
         )
-    return Tokenizer.from_json(model.tokenizer_json, model.chat_template)
+    chat_template = model.chat_template
+    if template is not None and Path(template).is_file():
+        try:
+            chat_template = Path(template).read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--chat-template {template} is no text ({error}). Pass a Jinja template."
+            ) from error
+    elif template is not None:
+        chat_template = choose_template(chat_template, template)
+    return Tokenizer.from_json(model.tokenizer_json, chat_template, model.tokenizer_config)

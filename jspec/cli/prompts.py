@@ -1,19 +1,74 @@
 """Prompts that the words of a command name: texts, files, JSON lines."""
 
 import argparse
+import io
+import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from jspec.checkpoint.tokenizer import Tokenizer
+from jspec.config import ModelConfig
+from jspec.metadata import check_prompt
+from jspec.text import Tokenizer
 
 Prompt: TypeAlias = str | list[dict[str, str]]
 """A text, or the messages of a conversation."""
 
 _KEYS = ("role", "content")
 """What a message has."""
+
+_UNSUPPORTED = ("tools", "documents", "chat_template_kwargs")
+"""What a line may have beside messages, for templates that take it."""
+
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+"""Byte-order marks."""
+
+
+class Asked(NamedTuple):
+    """A prompt of a command.
+
+    Attributes:
+      prompt: text or conversation.
+      place: where it stands, for errors: option, file, line.
+    """
+
+    prompt: Prompt
+    place: str
+
+
+class Encoded(NamedTuple):
+    """Prompts that can be decoded.
+
+    Attributes:
+      asked: as they were written.
+      ids: their tokens.
+      num_skipped: prompts that were left out.
+    """
+
+    asked: list[Asked]
+    ids: list[list[int]]
+    num_skipped: int
+
+
+class BadPrompts:
+    """Takes the errors of prompts that cannot be decoded: raises the first, or counts them.
+
+    Args:
+      skip: whether they are left out, each with a line on standard error.
+    """
+
+    def __init__(self, skip: bool = False):
+        self._skip = skip
+        self.num_skipped = 0
+
+    def take(self, error: ValueError) -> None:
+        """Raises the error, or prints it and counts the prompt."""
+        if not self._skip:
+            raise error
+        print(f"jspec: skipped: {error}", file=sys.stderr)
+        self.num_skipped += 1
 
 
 def add_options(add: Callable[..., Any]) -> None:
@@ -24,61 +79,207 @@ def add_options(add: Callable[..., Any]) -> None:
         action="append",
         metavar="FILE",
         help='a text file is one prompt; a .jsonl file has one a line, {"prompt": "..."} or '
-        '{"messages": [...]}; - reads one from standard input',
+        '{"messages": [...]}; - is standard input; pipes are read',
     )
 
 
-def read(arguments: argparse.Namespace) -> list[Prompt]:
+def add_form_options(add: Callable[..., Any]) -> None:
+    """Adds the options of how prompts are read and become tokens to a command."""
+    add(
+        "--prompt-format",
+        choices=("text", "jsonl"),
+        help="of files of prompts and of standard input (default: jsonl where the name ends in "
+        ".jsonl, else text)",
+    )
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="leave prompts out that are malformed, empty or too long (default: an error that "
+        "names the first, and none is decoded)",
+    )
+    add("--raw", action="store_true", help="continue the text itself, without the chat template")
+    add(
+        "--no-special-tokens",
+        action="store_true",
+        help="--raw: leave out what the tokenizer begins every text with, such as BOS",
+    )
+    add(
+        "--chat-template",
+        metavar="NAME|FILE",
+        help="one of several templates of the model, or a file with another one",
+    )
+
+
+def check_form(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options of `add_form_options` that have no effect together."""
+    if arguments.raw and arguments.chat_template is not None:
+        raise ValueError("--chat-template has no effect with --raw. Leave one of them out.")
+    if arguments.no_special_tokens and not arguments.raw:
+        raise ValueError(
+            "--no-special-tokens has no effect without --raw: a chat template writes all special "
+            "tokens itself. Leave it out, or pass both."
+        )
+
+
+def read(arguments: argparse.Namespace, bad: BadPrompts) -> list[Asked]:
     """Collects the prompts of a command: those of `--prompt`, then those of the files.
 
+    Args:
+      arguments: the command's.
+      bad: what becomes of lines that are no prompt.
+
     Raises:
-      ValueError: there is none, a line is no prompt, or a file is no text. OSError: a file cannot
+      ValueError: there is no prompt, a line is none, or a file is no text. OSError: a file cannot
         be read.
     """
-    prompts: list[Prompt] = [_checked(text, "--prompt") for text in arguments.prompt or ()]
+    texts = arguments.prompt or ()
+    asked = []
+    for number, text in enumerate(texts, start=1):
+        place = "--prompt" if len(texts) == 1 else f"--prompt {number}"
+        asked.append(Asked(_checked(text, place), place))
     for name in arguments.prompt_file or ():
-        prompts += read_file(name)
-    if not prompts:
+        asked += read_file(name, bad, arguments.prompt_format)
+    if not asked:
         raise ValueError("there is no prompt. Pass --prompt TEXT or --prompt-file FILE.")
-    return prompts
+    return asked
 
 
-def read_file(name: str) -> list[Prompt]:
-    """Reads a file of prompts; one that does not end in .jsonl is a single one.
+def read_file(
+    name: str, bad: BadPrompts, prompt_format: str | None = None, most: int | None = None
+) -> list[Asked]:
+    """Reads a file or pipe of prompts, "-" being standard input.
+
+    Args:
+      name: of the file.
+      bad: what becomes of lines that are no prompt.
+      prompt_format: "jsonl" has a prompt a line, "text" is a single one; None = by the name.
+      most: most prompts to read; None = all.
 
     Raises: as `read`.
     """
-    if name != "-" and not Path(name).is_file():
+    text = _read_text(name)
+    title = "standard input" if name == "-" else name
+    is_jsonl = (
+        name.lower().endswith(".jsonl") if prompt_format is None else prompt_format == "jsonl"
+    )
+    if not is_jsonl:
+        return [Asked(_checked(text.removesuffix("\n"), title), title)]
+    asked = list(itertools.islice(_lines(text, title, bad), most))
+    if not asked:
+        raise ValueError(f"{title} holds no prompt, wanted one a line. Add some.")
+    return asked
+
+
+def _read_text(name: str) -> str:
+    path = Path(name)
+    if name != "-" and path.is_dir():
+        raise ValueError(f"{name} is a folder, wanted a file of prompts. Pass a file in it.")
+    if name != "-" and not path.exists():
         raise ValueError(f"{name} is no file. Pass a text file, or a .jsonl file of prompts.")
-    try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
-        text = text.removeprefix("\ufeff")  # some editors begin UTF-8 files with it
+    data = sys.stdin.buffer.read() if name == "-" else path.read_bytes()
+    if data.startswith(_UTF16):
+        raise ValueError(
+            f"{name} is UTF-16 text, wanted UTF-8. Save it as UTF-8 (iconv -f UTF-16 -t UTF-8)."
+        )
+    try:  # without the mark that some editors begin UTF-8 files with; lines end in \n
+        return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is no UTF-8 text ({error}). Save it as UTF-8.") from error
-    if not name.endswith(".jsonl"):
-        return [_checked(text.removesuffix("\n"), name)]
-    lines = enumerate(text.split("\n"), start=1)
-    prompts = [_parse(line, f"{name}, line {number}") for number, line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"{name} holds no prompt, wanted one a line. Add some.")
-    return prompts
 
 
-def encode(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, raw: bool) -> list[list[int]]:
-    """Encodes prompts in the model's chat form, or as they stand.
+def _lines(text: str, title: str, bad: BadPrompts) -> Iterator[Asked]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        place = f"{title}, line {number}"
+        if line.strip():
+            try:
+                yield Asked(_parse(line, place), place)
+            except ValueError as error:
+                bad.take(error)
+
+
+def encode(
+    tokenizer: Tokenizer,
+    asked: Sequence[Asked],
+    bad: BadPrompts,
+    *,
+    model: ModelConfig,
+    vocab_sizes: Iterable[int | None] = (),
+    raw: bool,
+    special_tokens: bool = True,
+) -> Encoded:
+    """Encodes prompts in the model's chat form, or as they stand, and checks their tokens.
+
+    Texts for a model without a chat template are taken as they stand, and a line on standard error
+    says so.
+
+    Args:
+      tokenizer: the model's.
+      asked: of `read`.
+      bad: what becomes of prompts that cannot be decoded.
+      model: the target's config.
+      vocab_sizes: of the drafters, where they have one.
+      raw: whether prompts are taken as they stand.
+      special_tokens: whether texts that are taken as they stand get what the tokenizer adds to
+        every text, such as BOS.
 
     Raises:
-      ValueError: a conversation is to be taken as it stands.
+      ValueError: a conversation is to be taken as it stands, its template does not take it, or its
+        tokens do not fit the model; or no prompt is left.
     """
-    if raw and not all(isinstance(prompt, str) for prompt in prompts):
-        raise ValueError(
-            'messages have no text to continue as it stands. Leave out --raw, or pass {"prompt": '
-            '"..."} lines.'
+    texts = [_only_text(each.prompt) for each in asked]
+    if not raw and not tokenizer.chat_template and any(text is not None for text in texts):
+        print(
+            "jspec: the model has no chat template: prompts are continued as they stand, as with "
+            "--raw. --chat-template FILE puts them in a form.",
+            file=sys.stderr,
         )
-    return [
-        tokenizer.encode(prompt) if raw and isinstance(prompt, str) else tokenizer.chat(prompt)
-        for prompt in prompts
-    ]
+    vocab_size = min([model.vocab_size, *(size for size in vocab_sizes if size is not None)])
+    kept, ids = [], []
+    for each in asked:
+        try:
+            tokens = _encode(tokenizer, each, raw, special_tokens)
+            _check_tokens(each.place, tokens, model.max_positions, vocab_size)
+        except ValueError as error:
+            bad.take(error)
+        else:
+            kept.append(each)
+            ids.append(tokens)
+    if not kept:
+        raise ValueError(f"no prompt is left: {bad.num_skipped} were skipped. Correct them.")
+    return Encoded(kept, ids, bad.num_skipped)
+
+
+def _encode(tokenizer: Tokenizer, asked: Asked, raw: bool, special_tokens: bool) -> list[int]:
+    prompt, place = asked
+    if raw and not isinstance(prompt, str):
+        raise ValueError(
+            f"{place}: messages have no text to continue as it stands. Leave out --raw, or pass "
+            '{"prompt": "..."} lines.'
+        )
+    text = _only_text(prompt)
+    if raw or (text is not None and not tokenizer.chat_template):
+        return tokenizer.encode(text or "", add_special=special_tokens)
+    try:
+        return tokenizer.chat(prompt)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _check_tokens(place: str, tokens: list[int], max_positions: int, vocab_size: int) -> None:
+    if len(tokens) >= max_positions:
+        raise ValueError(
+            f"{place}: the prompt has {len(tokens)} tokens, and the model takes {max_positions}, a "
+            "new one included. Shorten it, or leave such prompts out with --skip-bad."
+        )
+    check_prompt(place, tokens, max_len=max_positions, vocab_size=vocab_size)
+
+
+def _only_text(prompt: Prompt) -> str | None:
+    """Returns what the user says, None for a conversation of several messages."""
+    if isinstance(prompt, str):
+        return prompt
+    lone = len(prompt) == 1 and prompt[0]["role"] == "user"
+    return prompt[0]["content"] if lone else None
 
 
 def _parse(line: str, place: str) -> Prompt:
@@ -86,6 +287,12 @@ def _parse(line: str, place: str) -> Prompt:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON ({error}). Write one object a line.") from error
+    for key in _UNSUPPORTED:
+        if isinstance(record, dict) and record.get(key):
+            raise ValueError(
+                f"{place} has {key!r}, which jspec does not pass to chat templates. Leave it out, "
+                'or render the prompt with transformers, and pass {"prompt": "..."} with --raw.'
+            )
     prompt = record.get("prompt", record.get("messages")) if isinstance(record, dict) else None
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_chat(prompt)):
         return _checked(prompt, place)

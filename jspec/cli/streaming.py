@@ -1,12 +1,75 @@
 """Output while prompts are decoded: the text as it comes, or a line of progress."""
 
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jspec.checkpoint.tokenizer import Tokenizer
+from jspec.text import Tokenizer
 
 _INTERVAL = 0.1  # seconds between two states of the progress line
+
+
+class Ends:
+    """Tells when prompts end, from the tokens that they get.
+
+    Args:
+      budgets: most tokens that each prompt may get.
+      stop_ids: tokens that end a text.
+    """
+
+    def __init__(self, budgets: Sequence[int], stop_ids: Sequence[int]):
+        self._left = list(budgets)
+        self._stop_ids = frozenset(stop_ids)
+
+    def take(self, index: int, tokens: list[int]) -> str | None:
+        """Returns why a prompt ends with these tokens, None where it goes on."""
+        self._left[index] -= len(tokens)
+        if tokens[-1] in self._stop_ids:
+            return "stop"
+        return None if self._left[index] > 0 else "length"
+
+
+class Records:
+    """Gathers what a program reads of each prompt; prints a line for each as it ends.
+
+    Args:
+      tokenizer: the model's.
+      ends: of the prompts.
+      begun: what is known of each before it is decoded.
+      shown: whether lines are printed.
+
+    Attributes:
+      records: of the prompts, in their order; whole once all have ended.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        ends: Ends,
+        begun: Sequence[Mapping[str, Any]],
+        *,
+        shown: bool,
+    ):
+        self._tokenizer, self._ends, self._shown = tokenizer, ends, shown
+        self.records = [
+            {**each, "tokens": 0, "accepted_tokens": 0, "finish_reason": "length", "token_ids": []}
+            for each in begun
+        ]
+
+    def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
+        """Takes what a step gave a prompt; see `jspec.scheduling.OnTokens`."""
+        record = self.records[index]
+        record["token_ids"] += tokens
+        record["tokens"] += len(tokens)
+        record["accepted_tokens"] += num_accepted
+        reason = self._ends.take(index, tokens)
+        if reason is not None:
+            record["finish_reason"] = reason
+            record["text"] = self._tokenizer.decode(record["token_ids"])
+            if self._shown:
+                print(json.dumps(record), flush=True)
 
 
 class Text:
@@ -17,23 +80,20 @@ class Text:
 
     Args:
       tokenizer: the model's.
-      budgets: most tokens that each prompt may get.
-      stop_ids: tokens that end a text.
-      titles: printed before each text, where there are several.
+      ends: of the prompts.
+      titles: of the prompts, printed before each text, where there are several.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        budgets: Sequence[int],
-        stop_ids: Sequence[int],
+        ends: Ends,
         titles: Sequence[str],
     ):
-        self._tokenizer = tokenizer
-        self._left = list(budgets)
-        self._stop_ids = frozenset(stop_ids)
+        self._tokenizer, self._ends = tokenizer, ends
         self._titles = titles if len(titles) > 1 else ()
-        self._waiting: list[list[tuple[list[int], int]]] = [[] for _ in budgets]
+        self._has_ended = [False] * len(titles)
+        self._waiting: list[list[tuple[list[int], int]]] = [[] for _ in titles]
         self._current, self._has_title = 0, False
         self._stream = tokenizer.stream()
         self._bold, self._dim, self._plain = (
@@ -42,22 +102,15 @@ class Text:
 
     def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
         """Takes what a step gave a prompt; see `jspec.scheduling.OnTokens`."""
-        ended = tokens[-1] in self._stop_ids
-        self._left[index] = 0 if ended else self._left[index] - len(tokens)
+        self._has_ended[index] = self._ends.take(index, tokens) is not None
         self._waiting[index].append((tokens, num_accepted))
-        while self._current < len(self._left):
+        while self._current < len(self._has_ended):
             for kept, accepted in self._waiting[self._current]:
                 self._print(kept, accepted)
             self._waiting[self._current].clear()
-            if self._left[self._current] > 0:
+            if not self._has_ended[self._current]:
                 break
             self._end()
-
-    def finish(self) -> None:
-        """Ends the output: prompts that are left got no token."""
-        while self._current < len(self._left):
-            self._end()
-        sys.stdout.flush()
 
     def _begin(self) -> None:
         if self._titles and not self._has_title:

@@ -10,17 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from jspec import measure, proposers
-from jspec.adaptive import Adaptive
 from jspec.checkpoint import Model
-from jspec.checkpoint.tokenizer import Tokenizer
 from jspec.config import CacheConfig
 from jspec.decode import Report
 from jspec.demo.assets import fetch_smollm2
 from jspec.demo.picture import plot_acceptance
 from jspec.demo.prompts import Prompt, demo_prompts
 from jspec.loading import load
+from jspec.text import Tokenizer
 
-NUM_DRAFTS = 5
+NUM_DRAFTS = 7
 METHODS = ("ngram", "ngram_gpu")
 NUM_PROMPTS = {"copy": 4, "humaneval": 3, "chat": 2}  # of the suite; what two cores do in time
 CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float32")
@@ -47,7 +46,9 @@ def run(*, max_tokens: int, output: Path) -> int:
     begin = time.perf_counter()
     model = load(fetch_smollm2(), "float32")
     assert model.tokenizer_json is not None  # read_gguf rebuilds it or raises
-    tokenizer = Tokenizer.from_json(model.tokenizer_json, model.chat_template)
+    tokenizer = Tokenizer.from_json(
+        model.tokenizer_json, model.chat_template, model.tokenizer_config
+    )
     suite: dict[str, list[Prompt]] = {kind: [] for kind in NUM_PROMPTS}
     for prompt in demo_prompts():
         if len(suite[prompt.kind]) < NUM_PROMPTS[prompt.kind]:
@@ -81,7 +82,7 @@ def _draft(model: Model, ids: list[list[int]], method: str, max_tokens: int, **k
     Config = proposers.find(method).Config
     config = Config(num_drafts=NUM_DRAFTS, prompt_lookup_min=2, prompt_lookup_max=4)
     sizes = {"max_tokens": max_tokens, "cache": CACHE}
-    return measure.run(model, ids, config, drafting=Adaptive(), **sizes, **kwargs)
+    return measure.run(model, ids, config, **sizes, **kwargs)
 
 
 def _show_one(

@@ -22,6 +22,7 @@ from jspec.metadata.first_pass import (
 from jspec.metadata.first_token import first_token
 from jspec.metadata.numbers import next_power_of_2, unconditional_to_conditional_rates
 from jspec.metadata.prepare import (
+    check_counts,
     check_prompt,
     check_scheduled,
     check_verified,
@@ -41,6 +42,7 @@ __all__ = [
     "FirstPass",
     "SpecDecodeMetadata",
     "ancestors",
+    "check_counts",
     "check_prompt",
     "check_scheduled",
     "check_verified",

@@ -179,6 +179,48 @@ def check_scheduled(scheduled: Any) -> None:
     _checked.add(signature)
 
 
+def check_counts(owner: str, scheduled: Scheduled) -> None:
+    """Raises ValueError, naming the request, where counts of a step contradict each other.
+
+    Looks at numpy arrays alone: values on a device are not waited for.
+
+    Args:
+      owner: the function that was called, for messages.
+      scheduled: a step that `check_scheduled` passed.
+    """
+    start, seq_lens, count = scheduled.query_start, scheduled.seq_lens, scheduled.num_drafts
+    if not type(start) is type(seq_lens) is type(count) is np.ndarray:
+        return
+    starts, num_rows = start.tolist(), scheduled.token_ids.shape[0]
+    if starts[0] != 0 or starts[-1] > num_rows or starts != sorted(starts):
+        raise ValueError(
+            f"{owner}: `query_start` is {start}, wanted 0 first, then the end of each request's "
+            f"rows, ascending up to {num_rows} rows at most. A padded request repeats the last "
+            "value."
+        )
+    if len(starts) > _MANY_REQUESTS:  # where one look at all is faster than one at each
+        rows = start[1:] - start[:-1]
+        signs = (seq_lens - rows) | count | (rows - count - (rows > 0))
+        if np.bitwise_or.reduce(signs) >= 0:
+            return
+    slots = scheduled.request_slot
+    for b, (total, drafts) in enumerate(zip(seq_lens.tolist(), count.tolist(), strict=True)):
+        rows = starts[b + 1] - starts[b]
+        if rows <= total and 0 <= drafts < rows:
+            continue
+        if rows == 0 or (isinstance(slots, np.ndarray) and slots[b] < 0):
+            continue  # a padded request, whatever it holds
+        if rows > total:
+            raise ValueError(
+                f"{owner}: `seq_lens` of request {b} is {total}, wanted at least its {rows} rows "
+                "in this step: it counts the tokens of the request with them."
+            )
+        raise ValueError(
+            f"{owner}: `num_drafts` of request {b} is {drafts}, wanted 0 to {rows - 1}: the drafts "
+            f"among its {rows} rows come after one token or more that was known."
+        )
+
+
 def check_verified(verified: Any, scheduled: Scheduled) -> None:
     """Raises TypeError or ValueError unless `verified` has a row for each request."""
     if not isinstance(verified, Verified):
@@ -228,7 +270,8 @@ def check_prompt(
     if len(array) > max_len:
         raise ValueError(
             f"{owner}: the prompt has {len(array)} tokens, wanted at most max_model_len = "
-            f"{max_len}. Shorten it, or raise CacheConfig.max_model_len."
+            f"{max_len}. Shorten it, or raise CacheConfig.max_model_len, up to what the model was "
+            "made for."
         )
     limit = INT32_MAX if vocab_size is None else vocab_size
     bad = (array < 0) | (array >= limit)
@@ -241,6 +284,7 @@ def check_prompt(
     return array.astype(np.int32)
 
 
+_MANY_REQUESTS = 32
 _checked: set[Any] = set()  # signatures that passed: a serving loop repeats a few of them
 
 

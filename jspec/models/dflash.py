@@ -53,6 +53,8 @@ class BlockConfig:
       fuse: a projection makes one hidden state of them; False = there is one, read as it is.
       sights: what rows see, layer by layer.
       draft_vocab_size: tokens that it can draft (Vd).
+      padded_draft_vocab_size: rows of the head where some pad it, as `padded_vocab_size` of
+        ModelConfig; None = `draft_vocab_size`.
       refine: convolutions and candidate selection of DFlash2; None = plain DFlash.
 
     Raises:
@@ -66,6 +68,7 @@ class BlockConfig:
     fuse: bool = True
     sights: tuple[Sight, ...]
     draft_vocab_size: int
+    padded_draft_vocab_size: int | None = None
     refine: RefineConfig | None = None
 
     def __post_init__(self):
@@ -88,12 +91,20 @@ class BlockConfig:
                 f"{'' if self.refine else 'at most '}the vocab_size, {V}. Take config.json and "
                 "weights from the same model."
             )
+        if self.padded_draft_vocab_size is not None:
+            padded = {"padded_draft_vocab_size": self.padded_draft_vocab_size}
+            check_at_least("dflash", self.draft_vocab_size, **padded)
         if not self.fuse and self.input_size != D:
             raise ValueError(
                 f"dflash: use_aux_hidden_state is false, and what is read of the target has width "
                 f"{self.input_size}, wanted the drafter's {D}: nothing adapts it. Take a drafter "
                 "that was trained for this target."
             )
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head, padding included."""
+        return self.padded_draft_vocab_size or self.draft_vocab_size
 
     @property
     def input_size(self) -> int:
@@ -125,7 +136,7 @@ class DFlash(nnx.Module):
         decoder, refine = config.decoder, config.refine
         D, eps = decoder.hidden_size, decoder.rms_norm_eps
         self.config = config
-        self.embed = nnx.Param(jnp.zeros((decoder.vocab_size, D), dtype))
+        self.embed = nnx.Param(jnp.zeros((decoder.vocab_rows, D), dtype))
         if config.fuse:
             self.fc = nnx.Param(jnp.zeros((config.input_size, D), dtype))
         self.hidden_norm = RMSNorm(D, eps, dtype)
@@ -137,7 +148,7 @@ class DFlash(nnx.Module):
                 else ConvLayer(decoder, refine, dtype)
             )
         self.norm = RMSNorm(D, eps, dtype)
-        self.head = nnx.Param(jnp.zeros((config.draft_vocab_size, D), dtype))
+        self.head = nnx.Param(jnp.zeros((config.head_rows, D), dtype))
         if refine is not None:
             self.selector = Selector(decoder, refine, dtype)
 
@@ -186,7 +197,8 @@ class DFlash(nnx.Module):
         """
         decoder, (B, W) = self.config.decoder, token_ids.shape
         # A table that is the target's own may have another dtype than the layers.
-        x = embed(self.embed[...], token_ids.reshape(-1))  # [B * W, D]
+        ids = token_ids.reshape(-1)
+        x = embed(self.embed[...], ids, vocab_size=decoder.vocab_size)  # [B * W, D]
         x = x.astype(self.norm.weight[...].dtype)
         rope = rope_table(decoder.rope, decoder.head_dim, view.positions)
         for i, sight in enumerate(self.config.sights):
@@ -198,9 +210,10 @@ class DFlash(nnx.Module):
                 x, cache = layer(x, rope, seen, cache, i, width=W)
         return self.norm(x).reshape(B, W, -1), cache
 
-    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vd"]:
+    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vdp"]:
         """Scores every token of the draft vocabulary, in float32."""
-        return head_logits(out.astype(self.head[...].dtype), self.head[...])
+        head = self.head[...]
+        return head_logits(out.astype(head.dtype), head, num_ids=self.config.draft_vocab_size)
 
 
 def _keys_values(

@@ -68,7 +68,7 @@ class Eagle(nnx.Module):
     """Fusing projection and decoder layers between the target's embedding and head."""
 
     def __init__(self, config: EagleModelConfig, dtype: DTypeLike):
-        V, D = config.vocab_size, config.hidden_size
+        V, D = config.vocab_rows, config.hidden_size
         self.config = config
         self.embed = nnx.Param(jnp.zeros((V, D), dtype))
         self.fc = nnx.Param(jnp.zeros((2 * D, D), dtype))
@@ -103,7 +103,7 @@ class Eagle(nnx.Module):
           (out, cache): what `logits` reads and the next pass takes as `hidden`: no norm.
         """
         fc = self.fc[...]
-        token = embed(self.embed[...], token_ids, embeds)
+        token = embed(self.embed[...], token_ids, embeds, vocab_size=self.config.vocab_size)
         # Embedding and hidden states are the target's, whose dtype may be another.
         x = jnp.concatenate([token.astype(fc.dtype), jnp.asarray(hidden).astype(fc.dtype)], -1)
         x = x @ fc  # [T, 2 D] -> [T, D]
@@ -114,10 +114,10 @@ class Eagle(nnx.Module):
             x, cache = self.layers[str(i)](x, rope, view, cache, i)
         return x, cache
 
-    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R V"]:
+    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vp"]:
         """Scores every token with the target's head, in float32."""
         head = self.head[...]
-        return head_logits(out.astype(head.dtype), head)
+        return head_logits(out.astype(head.dtype), head, num_ids=self.config.vocab_size)
 
 
 def abstract_params(config: EagleModelConfig, dtype: DTypeLike) -> Params:

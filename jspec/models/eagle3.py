@@ -4,8 +4,7 @@ The first layer reads an embedding and a hidden state side by side; the residual
 hidden state alone. Source: arXiv 2503.01840, section 3.1.
 """
 
-import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.axes import AnyArray
 from jspec.cache import KVCache
-from jspec.config import ModelConfig, check_at_least, section
+from jspec.config import ModelConfig, check_at_least
 from jspec.models import weights
 from jspec.models.layers import (
     MLP,
@@ -30,8 +29,7 @@ from jspec.models.layers import (
     head_logits,
     rope_table,
 )
-from jspec.models.llama import DecoderLayer, HiddenId
-from jspec.rope import check_bool
+from jspec.models.llama import DecoderLayer
 from jspec.state import PagedView, Params
 
 
@@ -42,6 +40,8 @@ class Eagle3ModelConfig:
     Attributes:
       decoder: its layers and its embedding; the vocabulary is the target's (V).
       draft_vocab_size: tokens that it can draft (Vd).
+      padded_draft_vocab_size: rows of the head where some pad it, as `padded_vocab_size` of
+        ModelConfig; None = `draft_vocab_size`.
       target_size: width of the target's hidden states (Dt).
       num_fused: hidden states of the target that are fused into one; 0 = it reads one as it is.
       norm_before_fc: they are normed together before they are fused.
@@ -56,6 +56,7 @@ class Eagle3ModelConfig:
 
     decoder: ModelConfig
     draft_vocab_size: int
+    padded_draft_vocab_size: int | None = None
     target_size: int
     num_fused: int = 3
     norm_before_fc: bool = False
@@ -70,6 +71,9 @@ class Eagle3ModelConfig:
                 f"eagle3: `draft_vocab_size` is {self.draft_vocab_size}, wanted 1 to the "
                 f"vocab_size, {V}. Take config.json and weights from the same model."
             )
+        if self.padded_draft_vocab_size is not None:
+            padded = {"padded_draft_vocab_size": self.padded_draft_vocab_size}
+            check_at_least("eagle3", self.draft_vocab_size, **padded)
         if not self.num_fused and self.target_size != D:
             raise ValueError(
                 f"eagle3: use_aux_hidden_state is false, and the target's hidden states have width "
@@ -83,106 +87,14 @@ class Eagle3ModelConfig:
             )
 
     @property
+    def head_rows(self) -> int:
+        """Rows of the head, padding included."""
+        return self.padded_draft_vocab_size or self.draft_vocab_size
+
+    @property
     def input_size(self) -> int:
         """Width of what is read of the target."""
         return max(self.num_fused, 1) * self.target_size
-
-    @classmethod
-    def from_hf(
-        cls, hf: Mapping[str, Any], tensors: Collection[str], *, num_fused: int
-    ) -> "Eagle3ModelConfig":
-        """Reads the config.json of a head.
-
-        Args:
-          hf: its content, in the form that `plain` returns.
-          tensors: names in the checkpoint; whether queries and keys are normed shows there alone.
-          num_fused: see `Eagle3ModelConfig`.
-
-        Raises:
-          ValueError: a size is missing or an option is not supported.
-        """
-        if hf.get("kv_lora_rank") is not None:
-            raise ValueError(
-                f"eagle3: {hf.get('architectures')} has latent attention (kv_lora_rank), which is "
-                "not supported, wanted layers of the Llama family. Take another head."
-            )
-        # Heads state the model type of their target, and are of the Llama form all the same.
-        llama = ModelConfig.from_hf({**hf, "model_type": "llama", "tie_word_embeddings": False})
-        qk_norm = any(name.endswith(".q_norm.weight") for name in tensors)
-        sizes = {"draft_vocab_size": llama.vocab_size, "target_hidden_size": llama.hidden_size}
-        sizes |= {key: hf[key] for key in sizes if hf.get(key) is not None}
-        check_at_least("eagle3", 1, **sizes)
-        options = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-        return cls(
-            decoder=dataclasses.replace(llama, qk_norm=qk_norm),
-            draft_vocab_size=sizes["draft_vocab_size"],
-            target_size=sizes["target_hidden_size"],
-            num_fused=num_fused,
-            **{key: switch(hf, key, False) for key in options},
-        )
-
-
-def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a head's config.json without the nesting of the speculators format.
-
-    Source: vLLM transformers_utils/configs/speculators/algos.py, update_eagle3.
-    """
-    if hf.get("speculators_model_type") is None:
-        return hf
-    layer = hf.get("transformer_layer_config")
-    if not isinstance(layer, Mapping):
-        raise ValueError(
-            f"eagle3: transformer_layer_config is {layer!r}, wanted an object with the head's "
-            "sizes. Fetch config.json again."
-        )
-    stated = {key: value for key, value in hf.items() if value is not None}
-    return {"norm_before_residual": True, **layer, **stated}
-
-
-def option(hf: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Reads an option that stands at the top level of config.json or in its `eagle_config`."""
-    for place in (hf, section(hf, "eagle_config")):
-        if place.get(key) is not None:
-            return place[key]
-    return default
-
-
-def switch(hf: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Reads an option that is on or off; see `option`."""
-    value = option(hf, key, default)
-    check_bool("eagle3", **{key: value})
-    return value
-
-
-def hidden_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[HiddenId, ...]:
-    """Returns which hidden states of its target a head reads, in their order.
-
-    Args:
-      hf: as `plain` returns it.
-      num_layers: layers of the target (L).
-
-    Raises:
-      ValueError: a layer is not there or named twice, or there are more or fewer than the head has
-        weights for.
-    """
-    if not switch(hf, "use_aux_hidden_state", True):
-        return ("norm",)
-    L = num_layers
-    ids = option(hf, "eagle_aux_hidden_state_layer_ids", [2, L // 2, L - 3])
-    known = isinstance(ids, list) and all(type(i) is int and 0 <= i <= L for i in ids)
-    if not known or not ids or len(set(ids)) != len(ids):
-        raise ValueError(
-            f"eagle3: eagle_aux_hidden_state_layer_ids is {ids} (by default 2, L // 2, L - 3), "
-            f"wanted different layers from 0 (the embedding) to the target's L = {L}. Load the "
-            "head with the target that it was trained for, or name its layers in config.json."
-        )
-    count = option(hf, "num_aux_hidden_states", len(ids))
-    if count != len(ids):
-        raise ValueError(
-            f"eagle3: num_aux_hidden_states is {count}, and the layers are {ids}. Name {count} "
-            "layers as eagle_aux_hidden_state_layer_ids in config.json."
-        )
-    return tuple(sorted(ids))
 
 
 class FirstLayer(nnx.Module):
@@ -220,7 +132,7 @@ class Head(nnx.Module):
         decoder = config.decoder
         D, eps = decoder.hidden_size, decoder.rms_norm_eps
         self.config = config
-        self.embed = nnx.Param(jnp.zeros((decoder.vocab_size, D), dtype))
+        self.embed = nnx.Param(jnp.zeros((decoder.vocab_rows, D), dtype))
         if config.num_fused:
             self.fc = nnx.Param(jnp.zeros((config.input_size, D), dtype))
             if config.norm_before_fc:
@@ -235,7 +147,7 @@ class Head(nnx.Module):
             layers[str(i)] = DecoderLayer(decoder, dtype)
         self.layers = nnx.Dict(layers)
         self.norm = RMSNorm(D, eps, dtype)
-        self.head = nnx.Param(jnp.zeros((config.draft_vocab_size, D), dtype))
+        self.head = nnx.Param(jnp.zeros((config.head_rows, D), dtype))
 
     def fuse(self, hidden: Float[AnyArray, "T Dh"]) -> Float[Array, "T D"]:
         """Makes one hidden state of the target's, once a step; what is fed back is not fused.
@@ -278,16 +190,18 @@ class Head(nnx.Module):
         decoder = self.config.decoder
         rope = rope_table(decoder.rope, decoder.head_dim, view.rope_positions)
         # A table that is the target's own may have another dtype than the head's layers.
-        embedded = embed(self.embed[...], token_ids, embeds).astype(hidden.dtype)
+        embedded = embed(self.embed[...], token_ids, embeds, vocab_size=decoder.vocab_size)
+        embedded = embedded.astype(hidden.dtype)
         x, cache = self.layers["0"](embedded, hidden, rope, view, cache)
         for i in range(1, decoder.num_layers):
             x, cache = self.layers[str(i)](x, rope, view, cache, i)
         out = self.norm(x)
         return out, out if self.config.norm_output else x, cache
 
-    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vd"]:
+    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vdp"]:
         """Scores every token of the draft vocabulary, in float32."""
-        return head_logits(out.astype(self.head[...].dtype), self.head[...])
+        head = self.head[...]
+        return head_logits(out.astype(head.dtype), head, num_ids=self.config.draft_vocab_size)
 
 
 def abstract_params(config: Eagle3ModelConfig, dtype: DTypeLike) -> Params:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import cache as kv
-from jspec.axes import AnyArray
+from jspec.axes import PAD_TOKEN, AnyArray
 from jspec.cache import KVCache
 from jspec.config import ModelConfig, RopeConfig
 from jspec.state import PagedView
@@ -77,15 +77,22 @@ def rows(x: Float[Array, "X D"], index: Int[AnyArray, "Y"]) -> Float[Array, "Y D
 
 
 def embed(
-    table: Float[Array, "V D"], token_ids: Int[AnyArray, "T"], embeds: Embeds | None = None
+    table: Float[Array, "Vp D"],
+    token_ids: Int[AnyArray, "T"],
+    embeds: Embeds | None = None,
+    *,
+    vocab_size: int,
 ) -> Float[Array, "T D"]:
     """Looks embeddings up; an id outside the vocabulary gives zeros.
 
     Args:
-      table: an embedding per token.
+      table: an embedding per token, then rows that pad it.
       token_ids: tokens.
       embeds: (values, mask): what stands in for the token's own embedding where mask is True.
+      vocab_size: tokens (V).
     """
+    if table.shape[0] > vocab_size:
+        token_ids = jnp.where(token_ids < vocab_size, token_ids, PAD_TOKEN)
     x = rows(table, token_ids)
     if embeds is None:
         return x
@@ -93,9 +100,23 @@ def embed(
     return jnp.where(jnp.asarray(mask)[:, None], jnp.asarray(values).astype(x.dtype), x)
 
 
-def head_logits(hidden: Float[Array, "R D"], head: Float[Array, "V D"]) -> Float[Array, "R V"]:
-    """Scores every token of a head, in float32."""
-    return jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)
+def head_logits(
+    hidden: Float[Array, "R D"], head: Float[Array, "Vp D"], *, num_ids: int
+) -> Float[Array, "R Vp"]:
+    """Scores every row of a head, in float32; those that pad it get -inf.
+
+    A mask, where a slice would move the scores of a sharded head between devices.
+
+    Args:
+      hidden: what the head reads.
+      head: a row per id, then rows that pad it.
+      num_ids: ids that the head scores: tokens, or those of a draft vocabulary.
+    """
+    logits = jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)
+    if head.shape[0] == num_ids:
+        return logits
+    is_id = jnp.arange(head.shape[0], dtype=jnp.int32) < num_ids
+    return jnp.where(is_id[None], logits, -jnp.inf)
 
 
 class RMSNorm(nnx.Module):
@@ -267,21 +288,33 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+    """The gated feed-forward block: down(silu(gate(x)) * up(x)), each with or without a bias."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
         D, F = config.hidden_size, config.intermediate_size
         self.gate_up = nnx.Param(jnp.zeros((D, 2 * F), dtype))
         self.down = nnx.Param(jnp.zeros((F, D), dtype))
+        self.has_bias = config.mlp_bias
+        if config.mlp_bias:
+            self.gate_up_bias = nnx.Param(jnp.zeros(2 * F, dtype))
+            self.down_bias = nnx.Param(jnp.zeros(D, dtype))
 
     @staticmethod
     def rules(config: ModelConfig, name: str, path: tuple[str, ...]) -> Rules:
         """Places the tensors `{name}.gate_proj.weight` and so on below `path`."""
         D, F = config.hidden_size, config.intermediate_size
+        projections, bias = f"{name}.{{}}_proj", config.mlp_bias
+        gate_up, down = {"gate": F, "up": F}, {"down": D}
         return projection_rules(
-            f"{name}.{{}}_proj", (*path, "gate_up"), {"gate": F, "up": F}
-        ) | projection_rules(f"{name}.{{}}_proj", (*path, "down"), {"down": D})
+            projections, (*path, "gate_up"), gate_up, bias=bias
+        ) | projection_rules(projections, (*path, "down"), down, bias=bias)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate, up = jnp.split(x @ self.gate_up[...], 2, axis=-1)
-        return (jax.nn.silu(gate) * up) @ self.down[...]
+        gate_up = x @ self.gate_up[...]
+        if self.has_bias:
+            gate_up += self.gate_up_bias[...][None]
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        out = (jax.nn.silu(gate) * up) @ self.down[...]
+        if self.has_bias:
+            out += self.down_bias[...][None]
+        return out

@@ -64,7 +64,7 @@ class Llama(nnx.Module):
     """Embedding, decoder layers, final norm and head."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
-        V, D = config.vocab_size, config.hidden_size
+        V, D = config.vocab_rows, config.hidden_size
         self.config = config
         self.embed = nnx.Param(jnp.zeros((V, D), dtype))
         self.layers = nnx.Dict(
@@ -83,7 +83,7 @@ class Llama(nnx.Module):
     ) -> tuple[dict[HiddenId, Float[Array, "T D"]], KVCache]:
         """Returns the residual stream after each layer, the final norm's output, and the cache."""
         config = self.config
-        x = embed(self.embed[...], token_ids, embeds)  # [T, D]
+        x = embed(self.embed[...], token_ids, embeds, vocab_size=config.vocab_size)  # [T, D]
         rope = rope_table(config.rope, config.head_dim, view.rope_positions)
         hidden: dict[HiddenId, Array] = {0: x}
         for i in range(config.num_layers):
@@ -92,10 +92,10 @@ class Llama(nnx.Module):
         hidden["norm"] = self.norm(x)
         return hidden, cache
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R Vp"]:
         """Scores every token after rows of the final norm's output, in float32."""
         head = self.embed if self.config.tie_embeddings else self.head
-        return head_logits(hidden, head[...])
+        return head_logits(hidden, head[...], num_ids=self.config.vocab_size)
 
 
 def init_pages(config: ModelConfig, cache: CacheConfig) -> KVCache:
@@ -165,7 +165,7 @@ def forward(
       params: as `init_params` or `jspec.load` make them.
       token_ids: the rows' tokens; an id outside the vocabulary (PAD) embeds as zeros.
       view: where the rows lie in the cache. Its `slots` are written, then attended to.
-      cache: earlier keys and values of the requests.
+      cache: earlier keys and values of the requests; `init_pages` makes an empty one.
       logit_rows: rows whose logits are wanted; PAD gives logits of 0.
       hidden_layers: hidden states wanted, side by side in this order: n = residual stream after
         n layers (0 = the embedding), "norm" = after the final norm.
@@ -189,11 +189,10 @@ def forward(
     if (cache.k.shape[0], *cache.k.shape[3:]) != wanted:
         raise ValueError(
             f"forward: `cache` has shape {cache.k.shape} (L, P, S, n, d), wanted L, n, d = "
-            f"{wanted}. Make it with init_cache(..., num_layers=config.num_layers, "
-            "num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)."
+            f"{wanted}. Make it with jspec.models.llama.init_pages(config, ...)."
         )
     model = build(config, params)
     hidden, cache = model(token_ids, view, cache)
     picked = [hidden[i] for i in hidden_layers]
-    logits = model.logits(rows(hidden["norm"], logit_rows))
+    logits = model.logits(rows(hidden["norm"], logit_rows))[:, : config.vocab_size]
     return logits, jnp.concatenate(picked, axis=-1) if picked else None, cache

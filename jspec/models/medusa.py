@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jspec.config import check_at_least
 from jspec.models import weights
 from jspec.models.layers import Place, Rules, head_logits
-from jspec.rope import check_above_0
+from jspec.options import check_above_0
 from jspec.state import Params
 
 _HEAD = re.compile(
@@ -41,7 +41,9 @@ class HeadsConfig:
       num_layers: residual blocks of a head.
       bias: blocks have one.
       shared_head: one output matrix serves all heads; otherwise each has its own.
-      draft_vocab_size: rows of an output matrix (V'), None = all of the vocabulary.
+      draft_vocab_size: tokens that a head can draft (V'), None = all of the vocabulary.
+      padded_vocab_size: rows of an output matrix where some pad it, as in ModelConfig; None = one
+        for each token that a head can draft.
       logit_scale: factor of the logits.
 
     Raises:
@@ -55,6 +57,7 @@ class HeadsConfig:
     bias: bool = False
     shared_head: bool = False
     draft_vocab_size: int | None = None
+    padded_vocab_size: int | None = None
     logit_scale: float = 1.0
 
     def __post_init__(self):
@@ -68,11 +71,19 @@ class HeadsConfig:
                     f"HeadsConfig: `draft_vocab_size` is {self.draft_vocab_size}, above the "
                     f"target's vocab_size = {self.vocab_size}. Pass at most that, or None for all."
                 )
+        if self.padded_vocab_size is not None:
+            padded = {"padded_vocab_size": self.padded_vocab_size}
+            check_at_least("HeadsConfig", self.num_ids, **padded)
 
     @property
-    def num_rows(self) -> int:
-        """Rows of an output matrix (V')."""
+    def num_ids(self) -> int:
+        """Tokens that a head can draft (V')."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of an output matrix, padding included."""
+        return self.padded_vocab_size or self.num_ids
 
     @classmethod
     def tiny(cls):
@@ -105,7 +116,7 @@ class Head(nnx.Module):
             {str(j): ResidualBlock(config, dtype) for j in range(config.num_layers)}
         )
         if not config.shared_head:
-            self.head = nnx.Param(jnp.zeros((config.num_rows, config.hidden_size), dtype))
+            self.head = nnx.Param(jnp.zeros((config.head_rows, config.hidden_size), dtype))
 
 
 class Medusa(nnx.Module):
@@ -115,9 +126,9 @@ class Medusa(nnx.Module):
         self.config = config
         self.heads = nnx.Dict({str(i): Head(config, dtype) for i in range(config.num_heads)})
         if config.shared_head:
-            self.head = nnx.Param(jnp.zeros((config.num_rows, config.hidden_size), dtype))
+            self.head = nnx.Param(jnp.zeros((config.head_rows, config.hidden_size), dtype))
 
-    def logits(self, hidden: Float[Array, "B D"], index: int) -> Float[Array, "B Vd"]:
+    def logits(self, hidden: Float[Array, "B D"], index: int) -> Float[Array, "B Vdp"]:
         """Scores the tokens that head `index` guesses from, in float32.
 
         Args:
@@ -129,7 +140,7 @@ class Medusa(nnx.Module):
         for j in range(self.config.num_layers):
             x = own.blocks[str(j)](x)
         head = self.head[...] if self.config.shared_head else own.head[...]
-        logits = head_logits(x.astype(head.dtype), head)
+        logits = head_logits(x.astype(head.dtype), head, num_ids=self.config.num_ids)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
 
@@ -148,8 +159,8 @@ def init_params(config: HeadsConfig, key: Array, dtype: DTypeLike) -> Params:
     """
     params = weights.draw(Medusa, config, key, dtype)
     if config.draft_vocab_size is not None:
-        row = jnp.arange(config.num_rows, dtype=jnp.int32)
-        params["target_ids"] = row * (config.vocab_size // config.num_rows)
+        row = jnp.arange(config.num_ids, dtype=jnp.int32)
+        params["target_ids"] = row * (config.vocab_size // config.num_ids)
     return params
 
 

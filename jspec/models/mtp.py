@@ -73,7 +73,7 @@ class MTP(nnx.Module):
     """Embedding, modules and head; `config.num_layers` counts the modules."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
-        V, D = config.vocab_size, config.hidden_size
+        V, D = config.vocab_rows, config.hidden_size
         self.config = config
         self.embed = nnx.Param(jnp.zeros((V, D), dtype))
         self.modules = nnx.Dict(
@@ -106,13 +106,15 @@ class MTP(nnx.Module):
         module = self.modules[str(index)]
         # Embedding and hidden states are the target's, whose dtype may be another.
         dtype = module.input_proj[...].dtype
-        x = embed(self.embed[...], token_ids, embeds).astype(dtype)
+        x = embed(self.embed[...], token_ids, embeds, vocab_size=self.config.vocab_size)
+        x = x.astype(dtype)
         rope = rope_table(self.config.rope, self.config.head_dim, view.rope_positions)
         return module(x, jnp.asarray(hidden).astype(dtype), rope, view, cache, index)
 
-    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R V"]:
+    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vp"]:
         """Scores every token after rows of a module's output, in float32."""
-        return head_logits(out.astype(self.head[...].dtype), self.head[...])
+        head = self.head[...]
+        return head_logits(out.astype(head.dtype), head, num_ids=self.config.vocab_size)
 
 
 def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:

@@ -46,7 +46,7 @@ def find(method: str) -> Proposer:
     Raises:
       KeyError: no such method; the nearest names are offered.
     """
-    if method not in REGISTRY:
+    if not isinstance(method, str) or method not in REGISTRY:
         near = difflib.get_close_matches(str(method).lower(), REGISTRY, n=3, cutoff=0.4)
         hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise KeyError(f"method {method!r} is unknown. {hint}Methods: {', '.join(REGISTRY)}.")

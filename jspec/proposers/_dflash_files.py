@@ -12,19 +12,22 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.checkpoint import Checkpoint, Model, assemble
+from jspec.checkpoint.agreement import decoder_reasons, explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.checkpoint.target_ids import read_d2t
-from jspec.config import ModelConfig, check_at_least, section
+from jspec.config import ModelConfig, check_at_least
+from jspec.hf_decoder import layer_kinds
 from jspec.models import dflash
 from jspec.models.dflash import BlockConfig, Sight
 from jspec.models.dflash2 import RefineConfig
 from jspec.models.layers import Place, Rules
 from jspec.models.llama import HiddenId
-from jspec.proposers._hf_config import architectures, num_drafts_of
-from jspec.rope import check_bool
+from jspec.options import agreed, check_bool, section, size
+from jspec.proposers._hf_config import architectures, num_drafts_of, unnested
 from jspec.state import Params
 
 _EMBED, _HEAD, _IDS, _INVERSE = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 TABLES: Rules = {
     _EMBED: Place(("embed",)),
@@ -45,7 +48,7 @@ _WIDEST = 1 << 30
 """A window that hides nothing: positions and it add up to an int32."""
 
 _SETTINGS = {
-    *("mask_token_id", "target_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+    *("mask_token_id", "target_layer_ids", _LAYER_IDS),
     *("use_aux_hidden_state", "causal", "use_swa", "swa_window_size", "block_size"),
     *_REFINE,
 }
@@ -83,16 +86,16 @@ def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if hf.get("speculators_model_type") is None:
         return hf
-    layer = hf.get("transformer_layer_config")
     ids = hf.get("aux_hidden_state_layer_ids")
-    if not isinstance(layer, Mapping) or ids is None:
+    if ids is None:
         raise ValueError(
-            "dflash: config.json is of the speculators format, wanted transformer_layer_config "
-            f"(an object) and aux_hidden_state_layer_ids in it, got {layer!r} and {ids!r}. Fetch "
-            "config.json again."
+            "dflash: config.json is of the speculators format and has no "
+            "aux_hidden_state_layer_ids. Fetch config.json again."
         )
-    stated = {key: value for key, value in hf.items() if value is not None}
-    return {**layer, **stated, "eagle_aux_hidden_state_layer_ids": ids}
+    names = ("aux_hidden_state_layer_ids", _LAYER_IDS)
+    ids = agreed({name: hf.get(name) for name in names}, reader="vLLM")
+    own = ("draft_vocab_size", "target_hidden_size")
+    return {**unnested("dflash", hf, own), _LAYER_IDS: ids}
 
 
 def num_drafts(hf: Mapping[str, Any]) -> int:
@@ -127,20 +130,22 @@ def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -
         target.
     """
     _refuse_unsupported(hf, names)
-    stated = {key: value for key, value in hf.items() if value is not None}
     # Layers are Qwen3's whatever the target is; what they see is read by `_sights`.
     forced: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
     forced |= {"layer_types": None, "use_sliding_window": False, "sliding_window": None}
-    forced["rope_theta"] = stated.get("rope_theta", 1e6)
+    forced |= {"architectures": None}
+    ropes = (section(hf, "rope_parameters"), section(hf, "rope_scaling"), hf)
+    if all(place.get("rope_theta") is None for place in ropes):
+        forced["rope_theta"] = 1e6
     decoder = ModelConfig.from_hf({**hf, **forced})
-    trained_for = hf.get("num_target_layers")
-    if trained_for is not None and trained_for != target.config.num_layers:
+    trained_for = size(hf, "num_target_layers", target.config.num_layers)
+    if trained_for != target.config.num_layers:
         raise ValueError(
             f"dflash: num_target_layers is {trained_for}, and the target has "
             f"{target.config.num_layers} layers. Load the drafter with the target that it was "
             "trained for."
         )
-    target_size = stated.get("target_hidden_size", decoder.hidden_size)
+    target_size = size(hf, "target_hidden_size", decoder.hidden_size)
     for name, got, wanted in (
         ("vocab_size", decoder.vocab_size, target.config.vocab_size),
         ("target_hidden_size (or hidden_size)", target_size, target.config.hidden_size),
@@ -150,8 +155,7 @@ def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -
                 f"dflash: {name} is {got}, the target's {wanted}. Load the drafter with the target "
                 "that it was trained for."
             )
-    draft_vocab_size = stated.get("draft_vocab_size", decoder.vocab_size)
-    check_at_least("dflash", 1, draft_vocab_size=draft_vocab_size)
+    draft_vocab_size = size(hf, "draft_vocab_size", decoder.vocab_size)
     refine = None
     sizes = {key: _setting(hf, key) for key in _REFINE}
     if any(size is not None for size in sizes.values()):
@@ -195,13 +199,15 @@ def params(config: BlockConfig, checkpoint: Checkpoint, target: Model, dtype: DT
         if got != shape:
             raise ValueError(
                 f"dflash: {name} is {'missing' if got is None else list(got)}, wanted "
-                f"{list(shape)}; where the checkpoint has none, it is the target's. Take weights "
-                "and config.json from the same model, and the target that it was trained for."
+                f"{list(shape)} by config.json (vocab_size, draft_vocab_size, hidden_size); where "
+                "the checkpoint has none, it is the target's. Take weights and config.json from "
+                "the same model, and the target that it was trained for."
             )
     template = dflash.abstract_params(config, dtype)
     del template["embed"], template["head"]
     tensors = ((dflash.rename(name), tensor) for name, tensor in checkpoint.tensors())
-    loaded = assemble(template, dflash.rules(config), tensors)
+    with explained(lambda: reasons(config, checkpoint)):
+        loaded = assemble(template, dflash.rules(config), tensors)
     loaded["embed"] = own_or_shared(own.get(_EMBED), shared_embed, dtype)
     own_head = own.get(_HEAD)
     if _IDS in own or _INVERSE in own:
@@ -220,12 +226,40 @@ def params(config: BlockConfig, checkpoint: Checkpoint, target: Model, dtype: DT
     return loaded
 
 
+def reasons(config: BlockConfig, checkpoint: Checkpoint) -> list[str]:
+    """Lists what config.json and tensors say differently, a sentence each."""
+    layer = section(checkpoint.config, "transformer_layer_config")
+    hf = {**layer, **checkpoint.config, "model_type": "qwen3"}
+    told = decoder_reasons(hf, config.decoder, checkpoint)
+    shapes = {name: list(tensor.shape) for name, tensor in checkpoint.tensors()}
+    D, refine = config.decoder.hidden_size, config.refine
+    ids = f"target_layer_ids (or {_LAYER_IDS}, or use_aux_hidden_state)"
+    wanted = {"fc.weight": (ids, [D, config.input_size] if config.fuse else "none")}
+    if refine is not None:
+        kernels = 2 * refine.num_taps * (D // refine.group_size)
+        wanted |= {
+            "attention_conv.base_kernel": ("conv_kernel_size", [2, refine.num_taps, D]),
+            "attention_conv.kernel_projection.weight": ("conv_group_size", [kernels, D]),
+            "selector.hidden_projection.weight": ("selector_rank", [refine.rank, D]),
+        }
+    for suffix, (key, shape) in wanted.items():
+        found = [name for name in shapes if name.endswith(suffix) and shapes[name] != shape]
+        if found:
+            told.append(f"{key} asks for {shape}, and {found[0]} is {shapes[found[0]]}.")
+    return told
+
+
 def _setting(hf: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Reads a setting of `dflash_config` or, where it is not there, of the top level."""
-    for place in (section(hf, "dflash_config"), section(hf, "eagle_config"), hf):
-        if place.get(key) is not None:
-            return place[key]
-    return default
+    """Reads a setting of `dflash_config` or, where it is not there, of the top level.
+
+    An empty list of layers says nothing.
+    """
+    nested = {name: section(hf, name).get(key) for name in ("dflash_config", "eagle_config")}
+    places = {f"{name}.{key}": value for name, value in nested.items()} | {key: hf.get(key)}
+    if key in (_LAYER_IDS, "target_layer_ids"):
+        places = {place: None if value == [] else value for place, value in places.items()}
+    value = agreed(places, reader="vLLM")
+    return default if value is None else value
 
 
 def _switch(hf: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -244,11 +278,13 @@ def _hidden_layers(
     """
     if not _switch(hf, "use_aux_hidden_state", True):
         return ("norm",)
-    ids, most = _setting(hf, "eagle_aux_hidden_state_layer_ids"), num_target_layers
-    name = "eagle_aux_hidden_state_layer_ids"
+    name, most, ids = _LAYER_IDS, num_target_layers, _setting(hf, _LAYER_IDS)
+    outputs = _setting(hf, "target_layer_ids")
     if ids is None:
-        name, most = "target_layer_ids", num_target_layers - 1
-        ids = _setting(hf, name)
+        name, most, ids = "target_layer_ids", num_target_layers - 1, outputs
+    elif isinstance(outputs, list) and all(type(i) is int for i in outputs):
+        both = {_LAYER_IDS: ids, "target_layer_ids + 1": [i + 1 for i in outputs]}
+        agreed(both, reader="vLLM")
     if ids is None:
         # Spread evenly from the second layer to the fourth last.
         first, span = 1, num_target_layers - 4
@@ -256,7 +292,7 @@ def _hidden_layers(
         ids = [round(first + i * span / steps) for i in range(num_layers)] if steps else None
         ids = ids or [num_target_layers // 2]
     known = isinstance(ids, list | tuple) and all(type(i) is int and 0 <= i <= most for i in ids)
-    if not known or not ids:
+    if not known:
         raise ValueError(
             f"dflash: {name} is {ids!r}, wanted layers from 0 to {most}. Load the drafter with the "
             "target that it was trained for."
@@ -270,40 +306,29 @@ def _sights(hf: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
     A window: in layers that `layer_types` calls sliding, in all where `use_swa` is set and none is.
     Causal: by `is_causal`, else by `causal`, else where `layer_types` calls a layer sliding.
     """
-    kinds = hf.get("layer_types")
-    if kinds is None:
-        kinds = ["full_attention"] * num_layers
-    elif not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ValueError(
-            f"dflash: layer_types is {kinds!r}, wanted a list of {num_layers}, one kind a layer. "
-            "Correct it in config.json."
-        )
-    unknown = sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(
-            f"dflash: layer_types has {unknown}, wanted full_attention or sliding_attention. Take "
-            "another drafter."
-        )
+    kinds = layer_kinds({**hf, "model_type": "qwen3"}, num_layers)
     sliding = [kind == "sliding_attention" for kind in kinds]
     windowed = sliding
     if not any(sliding) and _switch(hf, "use_swa", False):
         windowed = [True] * num_layers
     window = _setting(hf, "swa_window_size")
-    if window is None and hf.get("use_sliding_window") is not False:
-        window = hf.get("sliding_window")
     if any(windowed):
+        if hf.get("use_sliding_window") is not False and (window is None or any(sliding)):
+            places = {"swa_window_size": window, "sliding_window": hf.get("sliding_window")}
+            window = agreed(places, reader="vLLM")
         if window is None:
             raise ValueError(
-                "dflash: layers slide (layer_types or use_swa), and there is no window. Set "
-                "dflash_config.swa_window_size, or sliding_window, in config.json."
+                f"dflash: layers slide (layer_types {kinds}, or use_swa), and there is no window: "
+                f"use_sliding_window is {hf.get('use_sliding_window')}, sliding_window is "
+                f"{hf.get('sliding_window')} and swa_window_size is missing. Set "
+                "dflash_config.swa_window_size in config.json."
             )
         check_at_least("dflash", 1, sliding_window=window)
         window = min(window, _WIDEST)
-    forced = hf.get("is_causal")
-    if forced is None:
-        forced = section(hf, "dflash_config").get("causal")
-    if forced is not None:
-        check_bool("dflash", causal=forced)
+    causal = section(hf, "dflash_config").get("causal")
+    places = {"is_causal": hf.get("is_causal"), "causal": causal}
+    check_bool("dflash", **{key: value for key, value in places.items() if value is not None})
+    forced = agreed(places, reader="vLLM")
     return tuple(
         Sight(
             causal=slides if forced is None else forced,

@@ -57,7 +57,7 @@ class DraftModel(NamedTuple):
       run: `(token_ids [T], hidden [T, D], view, cache, embeds) -> (out [T, D], feedback [T, D],
         cache)`: `out` is what `logits` reads, `feedback` the hidden state of the next pass. Without
         hidden states both `hidden` and `feedback` are None. `cache` is whatever `run` keeps.
-      logits: `(out [B, D]) -> [B, V']`, a score per draft id.
+      logits: `(out [B, D]) -> [B, V']`, a score per draft id; -inf for rows that pad the head.
       vocab_size: tokens of the target (V).
       target_ids: token of each draft id, ascending; None where they are the same.
       mask_token: id of the rows that are drafted in parallel.
@@ -262,29 +262,42 @@ def first_pass(
 def pick(
     model: DraftModel | Vocabulary,
     config: DraftingConfig,
-    logits: Float[Array, "B Vd"],
+    logits: Float[Array, "B Vdp"],
     batch: Batch,
     index: Int[Array, ""] | int,
 ) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
     """Picks draft `index` of each request; the lowest id wins ties.
 
     Returns:
-      (tokens, probs): target ids; their distribution over the target's vocabulary, None if greedy.
+      (tokens, probs): target ids, see `to_tokens`; their distribution over the target's vocabulary,
+      None if greedy.
     """
+    target_ids = model.target_ids
     probs = None
     if config.draft_sampling == "greedy":
         ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
         assert batch.temperature is not None and batch.seed is not None  # checked by the api
+        logits = logits[:, : model.vocab_size if target_ids is None else len(target_ids)]
         place = next_position(batch) + 1 + index
         ids = sampling.draw(logits, batch.temperature, batch.seed, place, stream=_STREAM)
         probs = sampling.distribution(logits, batch.temperature)
-    if model.target_ids is None:
-        return ids, probs
-    if probs is not None:
+    if probs is not None and target_ids is not None:
         wide = jnp.zeros((probs.shape[0], model.vocab_size), probs.dtype)
-        probs = wide.at[:, model.target_ids].set(probs, mode="drop")
-    return take(model.target_ids, ids), probs
+        probs = wide.at[:, target_ids].set(probs, mode="drop", wrap_negative_indices=False)
+    return to_tokens(model, ids), probs
+
+
+def to_tokens(model: DraftModel | Vocabulary, ids: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Returns the target's tokens of draft ids.
+
+    PAD where `target_ids` leads out of the vocabulary, which only unchecked weights do
+    (`jspec.pure`): drafts end there.
+    """
+    if model.target_ids is None:
+        return ids
+    tokens = take(model.target_ids, ids)
+    return jnp.where((tokens >= 0) & (tokens < model.vocab_size), tokens, PAD_TOKEN)
 
 
 def next_position(batch: Batch) -> Int[Array, "B"]:
@@ -329,7 +342,8 @@ def kept_drafts(
       slots: KV slot of the row that each draft was read from.
     """
     columns = tokens.shape[1]
-    num_stored = jnp.cumprod(slots >= 0, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+    is_draft = (slots >= 0) & (tokens != PAD_TOKEN)
+    num_stored = jnp.cumprod(is_draft, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     count = jnp.clip(max_model_len - 1 - next_position(batch), 0, num_stored)
     count = jnp.where(is_live(batch), count, 0)
     kept = jnp.arange(columns, dtype=jnp.int32)[None] < count[:, None]

@@ -169,7 +169,8 @@ def draft_tree(
     tokens, parents, depths, cache = grown
 
     reach = _reach(batch, start, tree.depth, page_size, max_model_len)
-    num_drafts = (depths <= reach[:, None]).sum(axis=1, dtype=jnp.int32)
+    is_draft = (depths <= reach[:, None]) & (tokens != PAD_TOKEN)
+    num_drafts = jnp.cumprod(is_draft, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     kept = jnp.arange(steps, dtype=jnp.int32)[None] < num_drafts[:, None]
     return cache, Drafts(
         tokens=jnp.where(kept, tokens, PAD_TOKEN),
@@ -204,7 +205,7 @@ def _grow_fixed(
         rank = tree.ranks[level]
         parent = np.searchsorted(above, tree.parents[level])
         _, best = jax.lax.top_k(logits, 1 + int(rank.max()))  # the lowest id wins ties
-        ids = _target_ids(model, best[:, parent, rank])  # [B, X of this level]
+        ids = _draft.to_tokens(model, best[:, parent, rank])  # [B, X of this level]
         tokens.append(ids)
         above = level[np.isin(level, inner)]
         if len(above) == 0:
@@ -242,7 +243,7 @@ def _grow_dynamic(
         score = (total[:, :, None] + chances).reshape(num_requests, -1)
         # NaN counts as the largest number, and a child must not come before its parent.
         score = jnp.where(jnp.isnan(score), -jnp.inf, score)
-        token = _target_ids(model, best.reshape(num_requests, -1))
+        token = _draft.to_tokens(model, best.reshape(num_requests, -1))
         first = sum(x.shape[1] for x in ids)  # candidates of the levels above
         ids.append(token)
         scores.append(score)
@@ -284,10 +285,6 @@ def _reach(
     num_stored = jnp.cumprod(stored, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     reach = jnp.clip(max_model_len - 1 - _draft.next_position(batch), 0, num_stored)
     return jnp.where(start.live, reach, 0)
-
-
-def _target_ids(model: DraftModel, ids: Int[Array, "B X"]) -> Int[Array, "B X"]:
-    return ids if model.target_ids is None else take(model.target_ids, ids)
 
 
 def _pick(x: Array, index: Int[Array, "B Y"]) -> Array:

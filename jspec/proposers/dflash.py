@@ -216,7 +216,7 @@ def load(
         num_drafts=_dflash_files.num_drafts(hf) if num_drafts is None else num_drafts,
         draft_sampling=draft_sampling,
         model=_dflash_files.block_config(hf, names, target),
-        mask_token=mask_token_of(hf),
+        mask_token=mask_token_of(hf, target.config.vocab_size),
     )
     return Drafter(config, _dflash_files.params(config.model, checkpoint, target, dtype))
 

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
 from jspec.checkpoint import Checkpoint, Model, as_model
+from jspec.checkpoint.agreement import model_config
 from jspec.config import CacheConfig, ModelConfig, check_at_least
 from jspec.models import llama
 from jspec.proposers import _draft
@@ -181,25 +182,26 @@ def load(
             f"on {len(devices)} device(s). Leave it out: the drafter goes where the target is."
         )
     refuse_axes("draft_model", target.config)
-    model_config = ModelConfig.from_hf(checkpoint.config)
-    if model_config.vocab_size != target.config.vocab_size:
+    model = model_config(checkpoint)
+    if model.vocab_size != target.config.vocab_size:
         raise ValueError(
-            f"draft_model: the drafter's vocabulary has {model_config.vocab_size} tokens, the "
+            f"draft_model: the drafter's vocab_size is {model.vocab_size} tokens, the "
             f"target's {target.config.vocab_size}. Take a draft model with the target's tokenizer."
         )
     if parallel_drafting is None:
         parallel_drafting = checkpoint.config.get("pard_token") is not None
     if parallel_drafting and mask_token is None:
-        mask_token = mask_token_of(checkpoint.config)
+        mask_token = mask_token_of(checkpoint.config, model.vocab_size)
     config = DraftModelConfig(
         num_drafts=5 if num_drafts is None else num_drafts,
         draft_sampling=draft_sampling,
-        model=model_config,
+        model=model,
         parallel_drafting=parallel_drafting,
         mask_token=mask_token,
     )
     with jax.default_device(next(iter(devices))):
-        return Drafter(config, as_model(checkpoint, dtype, source="the draft model").params)
+        loaded = as_model(checkpoint, dtype, source="the draft model", config=model)
+    return Drafter(config, loaded.params)
 
 
 PROPOSER = Proposer(

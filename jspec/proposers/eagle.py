@@ -15,11 +15,13 @@ from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
 from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint.agreement import by_tensors, decoder_reasons, explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig
 from jspec.models import eagle, llama
 from jspec.models.eagle import EagleModelConfig
 from jspec.models.layers import Place
+from jspec.options import flag, warn
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftModel
 from jspec.proposers._hf_config import architectures
@@ -147,8 +149,10 @@ def load(
     """
     if tree is not None:
         refuse_axes("eagle with a tree", target.config)
-    model = EagleModelConfig.from_hf(checkpoint.config)
-    model = dataclasses.replace(model, fc_bias="fc.bias" in checkpoint.names)
+    hf = by_tensors(checkpoint.config, checkpoint.names)
+    model = EagleModelConfig.from_hf({**hf, "architectures": None})
+    fc_bias = _fc_bias(hf, checkpoint.names)
+    model = dataclasses.replace(model, fc_bias=fc_bias, tie_embeddings=False)
     _check_fits(model, target, checkpoint.names)
     check_layers("eagle", model.num_layers, checkpoint.names)
     own = next((tensor for name, tensor in checkpoint.tensors() if name == _EMBED), None)
@@ -160,7 +164,8 @@ def load(
     template = eagle.abstract_params(model, dtype)
     del template["embed"], template["head"]
     others = (item for item in checkpoint.tensors() if item[0] != _EMBED)
-    params = assemble(template, eagle.rules(model), others)
+    with explained(lambda: decoder_reasons(hf, model, checkpoint)):
+        params = assemble(template, eagle.rules(model), others)
     params["embed"] = own_or_shared(own, target.params["embed"], dtype)
     params["head"] = target.params["embed" if target.config.tie_embeddings else "head"]
     if num_drafts is None:
@@ -185,6 +190,17 @@ _NO_PLACE = {
     "lm_head.weight": "an EAGLE-1 head is scored by its target's lm_head. Remove the tensor, or "
     "load a head that brings its own by the method that it was trained for (eagle3)",
 }
+
+
+def _fc_bias(hf: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Returns whether the fusing projection has a bias: the tensors say it, and `bias` may."""
+    has_bias = "fc.bias" in names
+    if flag(hf, "bias", has_bias) != has_bias:
+        warn(
+            f"config.json says bias {hf['bias']}, and the head has {'an' if has_bias else 'no'} "
+            "fc.bias. The tensors count. Correct bias in config.json."
+        )
+    return has_bias
 
 
 def _check_fits(model: EagleModelConfig, target: Model, names: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
 from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint.agreement import explained
 from jspec.checkpoint.assemble import is_float
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.checkpoint.target_ids import read_d2t
@@ -26,7 +27,7 @@ from jspec.models import eagle3, llama
 from jspec.models.eagle3 import Eagle3ModelConfig
 from jspec.models.layers import Place
 from jspec.models.llama import HiddenId
-from jspec.proposers import _draft
+from jspec.proposers import _draft, _eagle3_files
 from jspec.proposers._draft import DraftModel
 from jspec.proposers._hf_config import architectures, mask_token_of, num_drafts_of
 from jspec.proposers._tree import TreeDraftingConfig, check_width, draft_tree
@@ -108,21 +109,21 @@ class Eagle3Config(TreeDraftingConfig):
         Raises:
           ValueError: a size is missing, or a value is not supported.
         """
-        hf = eagle3.plain(config)
-        layers = eagle3.hidden_layers(hf, num_layers)
+        hf = _eagle3_files.plain(config)
+        layers = _eagle3_files.hidden_layers(hf, num_layers)
         parallel = "mask_hidden" in tensors if parallel_drafting is None else parallel_drafting
         if num_drafts is None:
             num_drafts = num_drafts_of(hf) if tree is None else tree.num_nodes
+        num_fused = 0 if layers == ("norm",) else len(layers)
+        model = _eagle3_files.model_config(hf, tensors, num_fused=num_fused)
         return cls(
             num_drafts=num_drafts,
             tree=tree,
             draft_sampling=draft_sampling,
-            model=Eagle3ModelConfig.from_hf(
-                hf, tensors, num_fused=0 if layers == ("norm",) else len(layers)
-            ),
+            model=model,
             hidden_layers=layers,
             parallel_drafting=parallel,
-            mask_token=mask_token_of(hf) if parallel else None,
+            mask_token=mask_token_of(hf, model.decoder.vocab_size) if parallel else None,
         )
 
     @classmethod
@@ -243,6 +244,7 @@ def load(
     if tree is not None:
         refuse_axes("eagle3 with a tree", target.config)
     model = config.model
+    _eagle3_files.warn_of_unused(checkpoint, model, asked=parallel_drafting is not None)
     check_layers("eagle3", model.decoder.num_layers, checkpoint.names)
     apart = {name: tensor for name, tensor in checkpoint.tensors() if name in _APART}
     _check_fits(config, target, apart)
@@ -252,7 +254,8 @@ def load(
         if name not in apart or apart[name].shape == template[leaf].shape:
             rules[name] = None
             del template[leaf]  # the others stay, to be listed as misshapen
-    params = assemble(template, rules, checkpoint.tensors())
+    with explained(lambda: _eagle3_files.reasons(model, checkpoint)):
+        params = assemble(template, rules, checkpoint.tensors())
     params["embed"] = own_or_shared(apart.get(_EMBED), target.params["embed"], dtype)
     shared_head = target.params["embed" if target.config.tie_embeddings else "head"]
     own_head = apart.get(_HEAD)
@@ -299,7 +302,7 @@ def _check_fits(config: Eagle3Config, target: Model, apart: Mapping[str, np.ndar
                 "was trained for this target, or the target that this head was trained for."
             )
     missing = {
-        "d2t": Vd < V and f"maps its {Vd} draft ids to the target's {V}",
+        "d2t": Vd < V and f"maps its {Vd} draft ids to the target's {V}, by draft_vocab_size",
         _EMBED: D != wanted.hidden_size
         and f"has its width {D}, where the target's embedding has {wanted.hidden_size}",
         _HEAD: (Vd, D) != (V, wanted.hidden_size)
@@ -319,8 +322,9 @@ def _check_fits(config: Eagle3Config, target: Model, apart: Mapping[str, np.ndar
     if mask.size != model.input_size or not is_float(mask):
         raise ValueError(
             f"eagle3: mask_hidden is {mask.dtype} {list(mask.shape)}, wanted {model.input_size} "
-            "floats, as wide as what the head reads of the target. Take weights and config.json "
-            "from the same head."
+            f"floats, as wide as what the head reads of the target ({config.hidden_layers}, by "
+            "use_aux_hidden_state and eagle_aux_hidden_state_layer_ids). Take weights and "
+            "config.json from the same head."
         )
 
 

@@ -4,7 +4,6 @@ There is no cache and no loop: head i reads the row of the last kept token and g
 in a tree, the nodes of level i. Source: arXiv 2401.10774; vLLM 0.20.0 v1/spec_decode/medusa.py.
 """
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -16,17 +15,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.axes import PAD_TOKEN
-from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint import Checkpoint, Model, assemble
+from jspec.checkpoint.agreement import explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.checkpoint.target_ids import read_token_map
-from jspec.config import CacheConfig, check_at_least, flag
+from jspec.config import CacheConfig, check_at_least
 from jspec.models import medusa
 from jspec.models.layers import Place, Rules
 from jspec.models.medusa import TOKEN_MAP, HeadsConfig
-from jspec.proposers import _draft
-from jspec.proposers._draft import DraftingConfig
+from jspec.options import warn
+from jspec.proposers import _draft, _medusa_files
+from jspec.proposers._draft import DraftingConfig, Vocabulary
 from jspec.proposers.base import Drafter, Proposer, Reads
-from jspec.rope import check_above_0
 from jspec.state import Batch, Drafts, Params, pytree, static
 from jspec.tree import Tree
 
@@ -78,10 +78,10 @@ class MedusaConfig(DraftingConfig):
                 f"MedusaConfig: `tree` has {tree.depth} levels, and there are {heads} heads, one a "
                 "level. Leave the deeper nodes out."
             )
-        if tree.width > self.model.num_rows:
+        if tree.width > self.model.num_ids:
             raise ValueError(
                 f"MedusaConfig: `tree` asks for the {tree.width} best tokens of a head that has "
-                f"{self.model.num_rows}. Lower the ranks in the tree."
+                f"{self.model.num_ids}. Lower the ranks in the tree."
             )
         if self.draft_sampling != "greedy":
             raise ValueError(
@@ -130,6 +130,7 @@ def propose(
     # A draft is kept where its path still fits: a prefix, as the deeper ones come later.
     room = memory.max_model_len - 1 - _draft.next_position(batch)  # [B]
     kept = (depths[None] <= room[:, None]) & _draft.is_live(batch)[:, None]  # [B, K]
+    kept = jnp.cumprod(kept & (tokens != PAD_TOKEN), axis=1, dtype=jnp.int32) > 0
     parents = None if config.tree is None else config.tree.parents[None, :columns]  # [1, K]
     memory = Memory(num_steps=memory.num_steps + 1, max_model_len=memory.max_model_len)
     return memory, Drafts(
@@ -145,7 +146,7 @@ def _one_each(
 ) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, Int[np.ndarray, "K"]]:
     """Picks a token of each head; returns tokens, their distributions and how deep they lie."""
     V, num_requests = config.vocab_size, hidden.shape[0]
-    vocabulary = _draft.Vocabulary(V, params.get("target_ids"))
+    vocabulary = Vocabulary(V, params.get("target_ids"))
     heads = medusa.build(config.model, params)
     picked = [
         _draft.pick(vocabulary, config, heads.logits(hidden, i), batch, i) for i in range(columns)
@@ -166,12 +167,13 @@ def _nodes(
     del batch
     assert config.tree is not None
     depths, ranks = config.tree.depths[:columns], config.tree.ranks[:columns]
-    heads, target_ids = medusa.build(config.model, params), params.get("target_ids")
+    heads = medusa.build(config.model, params)
+    vocabulary = Vocabulary(config.vocab_size, params.get("target_ids"))
     tokens = [jnp.zeros((hidden.shape[0], 0), jnp.int32)]
     for i in range(int(depths.max(initial=0))):
         wanted = ranks[depths == i + 1]
         _, best = jax.lax.top_k(heads.logits(hidden, i), int(wanted.max()) + 1)
-        best = best if target_ids is None else _draft.take(target_ids, best)
+        best = _draft.to_tokens(vocabulary, best)
         tokens.append(_draft.take(best.T, jnp.asarray(wanted)).T)  # [R, B] -> [B, nodes]
     return jnp.concatenate(tokens, axis=1), None, depths
 
@@ -227,17 +229,8 @@ def load(
     if num_drafts is not None:
         check_at_least("medusa", 1, num_drafts=num_drafts)
     names = [medusa.short_name(name) for name in checkpoint.names]
-    for field in ("hidden_size", "vocab_size"):
-        got, wanted = checkpoint.config.get(field), getattr(target.config, field)
-        if got not in (None, wanted):
-            raise ValueError(
-                f"medusa: the heads' {field} is {got}, the target's {wanted}. Load the heads that "
-                "were trained for this target, or the target that these were trained for."
-            )
-    model = _heads_config(checkpoint.config, names, target, num_drafts=num_drafts, tree=tree)
+    model = _medusa_files.heads_config(checkpoint, target, num_drafts=num_drafts, tree=tree)
     order = _token_map(checkpoint, model)
-    if model.shared_head:
-        _check_copies(checkpoint, model)
     template = medusa.abstract_params(model, dtype)
     shares = model.shared_head and not any(medusa.is_head(n, model.num_layers) for n in names)
     if shares:
@@ -249,7 +242,8 @@ def load(
                 tensor = _truncated(tensor, *order, vocab_size=model.vocab_size)
             yield name, tensor
 
-    params = assemble(template, medusa.rules(model, names), tensors())
+    with explained(lambda: _medusa_files.reasons(checkpoint, model)):
+        params = assemble(template, medusa.rules(model, names), tensors())
     of_target = target.params["embed" if target.config.tie_embeddings else "head"]
     if order is not None:
         params["target_ids"] = jnp.asarray(order[0])
@@ -261,67 +255,6 @@ def load(
         num_drafts=cast(int, num_drafts), model=model, draft_sampling=draft_sampling, tree=tree
     )
     return Drafter(config, params)
-
-
-def _heads_config(
-    config: Mapping[str, Any],
-    names: Collection[str],
-    target: Model,
-    *,
-    num_drafts: int | None,
-    tree: Tree | None,
-) -> HeadsConfig:
-    """Reads the heads' shape off config.json and, where that is silent, the tensors."""
-    found = medusa.count_heads(names)
-    num_layers = _number(config, "layers") or medusa.count_layers(names)
-    check_layers("medusa", num_layers, names)
-    num_heads = tree.depth if tree else num_drafts or _number(config, "heads") or found
-    if num_heads > found:
-        what = "`num_drafts` is" if num_drafts else "config.json has a number of heads,"
-        what = f"`tree` has {num_heads} levels" if tree else f"{what} {num_heads}"
-        raise ValueError(
-            f"medusa: {what}, and the checkpoint has {found} heads, one for each level of drafts. "
-            f"Pass {'a tree of that depth' if tree else f'num_drafts={found}'} or less."
-        )
-    truncated = config.get("truncated_vocab_size")
-    if truncated is not None:
-        check_at_least("medusa", 1, truncated_vocab_size=truncated)
-    logit_scale = config.get("logit_scale")
-    logit_scale = 1.0 if logit_scale is None else logit_scale
-    check_above_0("medusa", logit_scale=logit_scale)
-    V = target.config.vocab_size
-    own_heads = any(name.startswith("lm_heads.") for name in names) or not any(
-        name.startswith("blocks.") or name == "lm_head.weight" for name in names
-    )
-    return HeadsConfig(
-        hidden_size=target.config.hidden_size,
-        vocab_size=V,
-        num_heads=num_heads,
-        num_layers=num_layers,
-        bias=flag(config, "medusa_fc_bias") or any(name.endswith(".bias") for name in names),
-        shared_head=flag(config, "original_lm_head") or not own_heads,
-        draft_vocab_size=None if truncated in (None, V) else truncated,
-        logit_scale=float(logit_scale),
-    )
-
-
-def _number(config: Mapping[str, Any], what: str) -> int | None:
-    """Reads the number of heads or layers, of which config.json may have the base model's, too.
-
-    Any key with "num" and `what` in it may be the one: those of Medusa come first, then vLLM's.
-    """
-    keys = [key for key in config if "num" in key and what in key and config[key] is not None]
-    plain = "num_heads" if what == "heads" else "num_hidden_layers"
-    keys = [k for k in keys if "medusa" in k] or [k for k in keys if k == plain] or keys
-    if any(config[key] != config[keys[0]] for key in keys):
-        raise ValueError(
-            f"medusa: config.json has {', '.join(f'{key} = {config[key]}' for key in keys)}, and "
-            f"each may be the number of {what}. Add medusa_num_{what} to say which."
-        )
-    if not keys:
-        return None
-    check_at_least("medusa", 1, **{keys[0]: config[keys[0]]})
-    return config[keys[0]]
 
 
 def _token_map(
@@ -336,11 +269,9 @@ def _token_map(
     size = model.draft_vocab_size
     if size is None:
         if ids is not None and not np.array_equal(ids, np.arange(model.vocab_size)):
-            warnings.warn(
+            warn(
                 f"medusa: {TOKEN_MAP!r} of {len(ids)} ids is not read: config.json has no "
-                "truncated_vocab_size below the target's vocabulary. Set it, or remove the table.",
-                UserWarning,
-                stacklevel=2,
+                "truncated_vocab_size below the target's vocabulary. Set it, or remove the table."
             )
         return None
     if ids is None:
@@ -351,22 +282,6 @@ def _token_map(
         )
     found = read_token_map("medusa", TOKEN_MAP, ids, num_ids=size, vocab_size=model.vocab_size)
     return found.ids, np.arange(size) if found.order is None else found.order
-
-
-def _check_copies(checkpoint: Checkpoint, model: HeadsConfig) -> None:
-    """Refuses output matrices that differ where one is to serve all heads."""
-    given = [
-        (name, tensor)
-        for name, tensor in checkpoint.tensors()
-        if medusa.is_head(medusa.short_name(name), model.num_layers)
-    ]
-    for name, tensor in given[1:]:
-        if not np.array_equal(tensor, given[0][1]):
-            raise ValueError(
-                f"medusa: one output matrix serves all heads (original_lm_head), and {given[0][0]} "
-                f"and {name} differ. Set original_lm_head to false in config.json, or remove the "
-                "one that is wrong."
-            )
 
 
 def _truncated(

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import KVCache
 from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint.agreement import decoder_reasons, explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig, ModelConfig, check_at_least
 from jspec.models import llama, mtp
@@ -157,10 +158,11 @@ def load(
     num_modules: Any = config.get("num_nextn_predict_layers")
     check_at_least("mtp: config.json", 1, num_nextn_predict_layers=num_modules)
     shape = {"model_type": "mimo", "num_hidden_layers": num_modules, "layer_types": None}
+    shape["architectures"] = None
     model = ModelConfig.from_hf({**config, **shape})
     model = dataclasses.replace(model, tie_embeddings=False)
     _check_fits(model, target)
-    check_layers("mtp", num_modules, checkpoint.names)
+    check_layers("mtp", num_modules, checkpoint.names, "num_nextn_predict_layers")
     if hidden_layer is None:
         hidden_layer = target.config.num_layers
     if hidden_layer != "norm" and hidden_layer not in range(target.config.num_layers + 1):
@@ -178,8 +180,17 @@ def load(
             )
     template = mtp.abstract_params(model, dtype)
     del template["embed"], template["head"]
-    own = ((name, x) for name, x in checkpoint.tensors() if _OF_MODULES[0] in name)
-    params = assemble(template, mtp.rules(model), own)
+    names = [name for name in checkpoint.names if _OF_MODULES[0] in name]
+
+    def reasons() -> list[str]:
+        key, pattern = "num_nextn_predict_layers", r"mtp_layers\.(\d+)\."
+        return decoder_reasons(
+            config, model, checkpoint, layers_key=key, layers=pattern, names=names
+        )
+
+    own = ((name, x) for name, x in checkpoint.tensors() if name in names)
+    with explained(reasons):
+        params = assemble(template, mtp.rules(model), own)
     head = target.params["embed" if target.config.tie_embeddings else "head"]
     params["embed"] = own_or_shared(tables.get(_SHARED[0]), target.params["embed"], dtype)
     params["head"] = own_or_shared(tables.get(_SHARED[1]), head, dtype)
@@ -205,8 +216,8 @@ def _check_architecture(config: Mapping[str, Any]) -> None:
     if config.get("model_type") in ("mimo", "mimo_mtp") and set(named) <= set(_ARCHITECTURES):
         return
     raise ValueError(
-        f"mtp: architectures {named} of model type {config.get('model_type')!r} are not "
-        f"supported, wanted {' or '.join(_ARCHITECTURES)} of model type 'mimo'. Draft with another "
+        f"mtp: architectures {named} of model_type {config.get('model_type')!r} are not "
+        f"supported, wanted {' or '.join(_ARCHITECTURES)} of model_type 'mimo'. Draft with another "
         "method, for example ngram or suffix."
     )
 
