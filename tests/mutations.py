@@ -66,7 +66,9 @@ class Value(NamedTuple):
 
 def main() -> int:
     """Runs the check; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Changes recorded values one at a time: does a test turn red?"
+    )
     parser.add_argument("families", nargs="*", help="parts of file names; default: all")
     parser.add_argument("--elements", type=int, default=1, help="changes per value (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="which elements")
@@ -187,7 +189,7 @@ class Mutations:
             self.num_changes += 1
             change = functools.partial(changed, place=place)
             with recordings.changed(value.file, value.key, change):
-                if all(self.passes(item) for item in sorted(items, key=self.seconds.get)):
+                if all(self.passes(item) for item in sorted(items, key=self.seconds.__getitem__)):
                     return False
         return True
 

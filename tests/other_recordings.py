@@ -150,11 +150,9 @@ def write_model(source: Path, target: Path) -> None:
             text = renamed((target / name).read_text())
             (target / name).write_text(re.sub(r'("num_prompts": )8', r"\g<1>7", text))
     with np.load(source / "expected.npz") as data:
-        keys = {key: re.fullmatch(r"(.*)_(\d+)", key) for key in data.files}
+        parts = {key: key.rpartition("_") for key in data.files}
         arrays = {
-            f"{found[1]}_{int(found[2]) - 1}": data[key]
-            for key, found in keys.items()
-            if found[2] != "0"
+            f"{name}_{int(i) - 1}": data[key] for key, (name, _, i) in parts.items() if i != "0"
         }
     np.savez_compressed(target / "expected.npz", **arrays)
 

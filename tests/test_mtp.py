@@ -39,6 +39,16 @@ def recorded():
     return load(recordings.MODELS / "mimo_mtp")
 
 
+def limits_of(data) -> jspec.CacheConfig:
+    """Returns pages for the recorded prompts, their continuations and drafts."""
+    prompts = range(recordings.num_prompts(data))
+    longest = max(len(data[f"prompt_{i}"]) + len(data[f"continuation_{i}"]) for i in prompts)
+    pages = max(PAGES, -(-(longest + 8) // PAGE_SIZE))
+    return dataclasses.replace(
+        CACHE, num_pages=(len(prompts) + 1) * pages, max_model_len=pages * PAGE_SIZE
+    )
+
+
 def first_rows(config, data):
     """The recorded prompts as one ragged, padded step, and the rows of its first pass."""
     prompts = range(recordings.num_prompts(data))
@@ -47,16 +57,18 @@ def first_rows(config, data):
         [data[f"target_hidden_{i}"] for i in prompts],
         [data[f"next_token_{i}"] for i in prompts],
         config,
+        pages=limits_of(data).pages_per_request,
     )
     step = jax.tree.map(jnp.asarray, (scheduled, verified))
     batch = jspec.prepare(*step, vocab_size=config.vocab_size)
+    limit = limits_of(data).max_model_len
     rows = _draft.first_pass(
-        batch, num_slots=1, shift=True, page_size=PAGE_SIZE, max_model_len=CACHE.max_model_len
+        batch, num_slots=1, shift=True, page_size=PAGE_SIZE, max_model_len=limit
     )
     return batch, rows
 
 
-def as_step(prompts, hidden, next_tokens, config, *, num_rows=None):
+def as_step(prompts, hidden, next_tokens, config, *, num_rows=None, pages=PAGES):
     """A step that ran whole prompts, with the given hidden states."""
     rows = [
         Row(slot=b, context=list(prompt), kept=[int(token)], start=0)
@@ -68,7 +80,7 @@ def as_step(prompts, hidden, next_tokens, config, *, num_rows=None):
         num_requests=len(rows) + 1,
         num_rows=num_rows or T + 2,
         width=config.num_drafts + 1,
-        pages_per_request=PAGES,
+        pages_per_request=pages,
         poison=True,
         reads=proposer.reads(config),
     )
@@ -78,20 +90,20 @@ def as_step(prompts, hidden, next_tokens, config, *, num_rows=None):
 
 @functools.cache
 def target_pass_of(name):
-    """Runs the recorded prompts through the model itself: (logits, hidden, rows of each)."""
+    """Runs prompts and continuations through the model itself: (logits, hidden, rows of each)."""
     model, drafter, data = load(recordings.MODELS / name)
     (layer,) = proposer.reads(drafter.config).hidden_layers
-    prompts = [data[f"prompt_{i}"] for i in range(recordings.num_prompts(data))]
-    n, config = len(prompts), model.config
-    ids = np.concatenate(prompts).astype(np.int32)
-    tables = np.arange(n * PAGES, dtype=np.int32).reshape(n, PAGES)
-    view = make_view(tables, [0] * n, [len(prompt) for prompt in prompts], page_size=PAGE_SIZE)
+    n, config, pages = recordings.num_prompts(data), model.config, limits_of(data).pages_per_request
+    texts = [[*data[f"prompt_{i}"], *data[f"continuation_{i}"][:-1]] for i in range(n)]
+    ids = np.concatenate(texts).astype(np.int32)
+    tables = np.arange(n * pages, dtype=np.int32).reshape(n, pages)
+    view = make_view(tables, [0] * n, [len(text) for text in texts], page_size=PAGE_SIZE)
     logits, hidden, _ = jax.jit(llama.forward, static_argnames=("config", "hidden_layers"))(
         config,
         model.params,
         ids,
         view,
-        poisoned_cache(config, num_pages=n * PAGES, page_size=PAGE_SIZE),
+        poisoned_cache(config, num_pages=n * pages, page_size=PAGE_SIZE),
         logit_rows=np.arange(len(ids), dtype=np.int32),
         hidden_layers=(layer,),
     )
@@ -102,10 +114,13 @@ def target_pass_of(name):
 def test_the_target_of_the_recording_gives_its_logits_and_hidden_states(name):
     data, (logits, hidden, start) = recordings.expected(name), target_pass_of(name)
     for i in range(recordings.num_prompts(data)):
-        at = slice(*start[i : i + 2])
+        n = len(data[f"prompt_{i}"])
+        at, behind = slice(start[i], start[i] + n), slice(start[i] + n - 1, start[i + 1])
         np.testing.assert_allclose(logits[at], data[f"logits_{i}"], **TOLERANCE)
         np.testing.assert_allclose(hidden[at], data[f"target_hidden_{i}"], **TOLERANCE)
         assert np.argmax(logits[at][-1]) == data[f"next_token_{i}"]
+        gap = data[f"continuation_gap_{i}"]
+        np.testing.assert_allclose(gaps(logits[behind]), gap, **GAP_TOLERANCE)
 
 
 @functools.cache
@@ -127,7 +142,7 @@ def first_pass_of(name):
         unmasked = module.final_norm(module.layer(x, rope, rows.view, pages, 0)[0])
         return out, unmasked, model.logits(out)
 
-    found = outputs(params, rows, proposer.init(config, params, CACHE, 4))
+    found = outputs(params, rows, proposer.init(config, params, limits_of(data), 1))
     return *jax.tree.map(np.asarray, found), np.asarray(batch.query_start)
 
 
@@ -164,12 +179,12 @@ def chain_of(name):
             batch,
             pages,
             page_size=PAGE_SIZE,
-            max_model_len=CACHE.max_model_len,
+            max_model_len=limits_of(data).max_model_len,
             steps=config.num_drafts,
             shift=True,
         )
 
-    _, drafts = draft(params, proposer.init(config, params, CACHE, 4), batch)
+    _, drafts = draft(params, proposer.init(config, params, limits_of(data), 1), batch)
     jax.effects_barrier()
     assert len(seen) == config.num_drafts
     return np.asarray(drafts.tokens), np.stack(seen, axis=1)
@@ -206,31 +221,6 @@ def test_generated_text_is_the_recorded_continuation_whatever_is_drafted(name):
         assert (data[f"continuation_gap_{i}"] > NEAR_TIE).all()
         assert tokens == data[f"continuation_{i}"].tolist()
     assert num_accepted > 0
-
-
-@functools.cache
-def continuation_gaps_of(name):
-    """Reads each recorded prompt with its continuation: gaps of the logits of each token."""
-    model, _, data = load(recordings.MODELS / name)
-    found = []
-    for i in range(recordings.num_prompts(data)):
-        prompt, text = data[f"prompt_{i}"], data[f"continuation_{i}"]
-        ids = np.concatenate([prompt, text[:-1]]).astype(np.int32)
-        rows = np.arange(len(prompt) - 1, len(ids), dtype=np.int32)
-        view = make_view(np.arange(PAGES)[None], [0], [len(ids)], page_size=PAGE_SIZE)
-        cache = poisoned_cache(model.config, num_pages=PAGES, page_size=PAGE_SIZE)
-        logits, _, _ = jax.jit(llama.forward, static_argnames="config")(
-            model.config, model.params, ids, view, cache, logit_rows=rows
-        )
-        found.append(gaps(np.asarray(logits)))
-    return found
-
-
-@recordings.each_model("mtp")
-def test_the_text_has_the_recorded_gaps_between_its_best_tokens(name):
-    data = recordings.expected(name)
-    for i, got in enumerate(continuation_gaps_of(name)):
-        np.testing.assert_allclose(got, data[f"continuation_gap_{i}"], **GAP_TOLERANCE)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_another_folder_of_the_same_format_passes_and_names_what_it_lacks(tmp_pa
     other_recordings.write(tmp_path)
     files = [
         *("test_ops_next_token.py", "test_ops_sample_index.py", "test_ops_eagle_step.py"),
-        *("test_metadata.py", "test_metrics.py", "test_eagle3.py", "test_rejection.py"),
+        *("test_metadata.py", "test_metrics.py", "test_eagle3.py", "test_rejection_recorded.py"),
     ]
     paths = [str(mutations.HERE / name) for name in files]
     done = subprocess.run(

@@ -152,7 +152,8 @@ def test_the_recorded_reorderings_are_reproduced(case, device):
         SimpleNamespace(req_id=n) for n, new in zip(names, case.given["is_new"], strict=True) if new
     ]
     table, lengths = (tensor(case.given[f"{n}_gpu"], device) for n in ("token_ids", "num_tokens"))
-    buffers = dict(_pinned_idx_buf=torch.zeros(9).long(), _pinned_val_buf=torch.zeros(9).int())
+    room = torch.zeros(len(table))
+    buffers = dict(_pinned_idx_buf=room.long(), _pinned_val_buf=room.int())
     bridge.update_ngram_gpu_tensors_incremental(batch, table, lengths, new, device, **buffers)
     for got, name in ((table, "token_ids_gpu"), (lengths, "num_tokens_gpu")):
         np.testing.assert_array_equal(got.cpu().numpy(), case.want[f"{name}"])

@@ -172,7 +172,7 @@ def test_recorded_slots_and_extended_queries_come_out(case):
         max_model_len=scalars["max_model_len"],
     )
     same(slots, want["new_slot_mapping"])
-    arange = torch.arange(64, dtype=torch.int32, device=device())
+    arange = torch.arange(1 + cad.num_reqs, dtype=torch.int32, device=device())
     new = ops.extend_all_queries_by_N(cad, scalars["num_new_tokens"], arange, slots)
     assert type(new) is type(cad) and new is not cad
     assert new.slot_mapping is slots and new.block_table_tensor is cad.block_table_tensor

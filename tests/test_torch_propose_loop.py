@@ -11,9 +11,13 @@ torch = pytest.importorskip("torch")
 
 from jspec import proposers  # noqa: E402
 from jspec.proposers.base import Proposer, Reads  # noqa: E402
-from tests import recordings, test_draft_loop  # noqa: E402
-from tests.test_draft_loop import Case, assert_as_recorded, named  # noqa: E402
+from tests import (  # noqa: E402
+    recordings,
+    test_draft_loop,
+    toy_loop,  # noqa: E402
+)
 from tests.torch_runner import CommonAttentionMetadata, vllm_config  # noqa: E402
+from tests.toy_loop import Case, assert_as_recorded, named  # noqa: E402
 from torch_bridge import EagleProposer  # noqa: E402
 
 pytestmark = pytest.mark.any_device
@@ -39,7 +43,7 @@ TOY = Proposer(
     name="toy",
     Config=ToyConfig,
     init=lambda config, params, cache, max_requests: (),
-    propose=lambda config, params, memory, batch, columns: test_draft_loop.propose(
+    propose=lambda config, params, memory, batch, columns: toy_loop.propose(
         named(config.name), batch, steps=columns
     ),
     reads=lambda config: Reads(
@@ -63,7 +67,7 @@ def run(name, monkeypatch, device=DEVICE, **arguments):
         *("toy", num_drafts),
         max_model_len=case.max_model_len,
         page_size=case.block_size,
-        max_requests=8,
+        max_requests=case.num_requests + 2,
     )
     proposer = ToyProposer(config, device)
     proposer.set_drafter(ToyConfig(name, num_drafts, case.vocab_size), None)

@@ -191,7 +191,9 @@ def record(
     assert case["temperature"] == 0 and not case["stop_on_eos"]
     prompts = [data[f"prompt_{i}"].tolist() for i in range(case["num_prompts"])]
     longest = max(len(data[f"full_output_{i}"]) for i in range(len(prompts)))
-    engine = {"max_requests": 3, "chunk_size": 8, "stop_ids": (), "drafting": "fixed"} | engine
+    chunk_size = min(8, max(map(len, prompts)) - 1)
+    options = {"max_requests": 3, "chunk_size": chunk_size, "stop_ids": (), "drafting": "fixed"}
+    engine = options | engine
     # So many tokens that the end of a request cuts no recorded step.
     recorder = Recorder(
         *(model, prompts, config, params),
