@@ -14,6 +14,7 @@ from jspec.proposers import _draft
 from jspec.proposers.eagle3 import PROPOSER, Eagle3Config, draft_model, recognises
 from tests.conftest import GOLDEN
 from tests.heads import checkpoint, target
+from tests.steps import make_step
 
 pytestmark = pytest.mark.any_device
 
@@ -25,6 +26,7 @@ HEADS = [
     "peagle_llama",
 ]
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
+NO_ROWS = {"num_requests": 1, "num_rows": 1, "width": 2, "pages_per_request": 1}
 
 
 def load(given, **kwargs):
@@ -109,7 +111,8 @@ def test_ties_go_to_the_lowest_target_id_whatever_the_order_of_draft_ids(rng):
     np.testing.assert_array_equal(params["head"], wanted[np.sort(ids)])
     out = np.float32(head[:1]) * 100
     model = draft_model(config, params)
-    token, _ = _draft.pick(model, config, model.logits(jnp.asarray(out)), None, 0)
+    batch = jspec.prepare(*make_step([], **NO_ROWS), vocab_size=128)
+    token, _ = _draft.pick(model, config, model.logits(jnp.asarray(out)), batch, 0)
     assert token.tolist() == [ids[:3].min()]
 
 

@@ -243,7 +243,7 @@ def test_json_has_every_drafter_without_weights_in_every_segment(write, capfd):
         ([""], [], "holds no request"),
         ([COPY], ["--method", "ngrm"], "ngram"),
         ([COPY], ["--num-drafts", "0"], "num_drafts"),
-        ([COPY], ["--min-n", "5"], "5.*4"),
+        ([COPY], ["--min-n", "5", "--max-n", "4"], "5.*4"),
         ([COPY], ["--method", "ngram", "--min-prob", "0.2"], "--min-prob has no effect"),
         ([COPY], ["--max-requests", "0", "--method", "ngram"], "max_requests"),
     ],
