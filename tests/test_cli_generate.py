@@ -131,8 +131,8 @@ def test_chance_is_not_compared_token_by_token(folder, file, capfd):
 
 @pytest.mark.parametrize("choice", ["--adaptive", "--no-adaptive"])
 def test_adaptive_drafting_keeps_the_text(choice, folder, file, capfd):
-    words = ["--model", folder, "--prompt-file", file, "--num-drafts", 2, "--min-n", 1, choice]
-    result = texts(capfd, *words, "--compare-plain")
+    words = ["--model", folder, "--prompt-file", file, "--num-drafts", 2, choice]
+    result = texts(capfd, *words, "--drafter", folder, "--compare-plain")
     assert result["identical_to_plain"] is True
     if choice == "--no-adaptive":
         assert result["draft_tokens"] > 0

@@ -60,9 +60,12 @@ def make(name, **speculative):
     return drafter
 
 
-@functools.cache
+kept = functools.cache(make)
+
+
 def warmed(name):
-    drafter = make(name)
+    """A drafter that tests share; what JAX forgot between them is compiled again."""
+    drafter = kept(name)
     drafter.warmup()
     return drafter
 
