@@ -181,7 +181,7 @@ class ByEarnings:
             raise ValueError(
                 f"Adaptive: `levels` is {levels}, but this drafter drafts "
                 f"{'a tree of ' if is_tree else 'at most '}{num_drafts} tokens"
-                f"{', whole or not at all' if is_tree else ''}. Lower the levels, or leave them "
+                f"{', all of it or none' if is_tree else ''}. Lower the levels, or leave them "
                 "out."
             )
         self.levels: tuple[int, ...] = levels

@@ -280,7 +280,7 @@ def warmup(state: State, buckets: Buckets, *, strict: bool = False) -> None:
 
     Touches neither memory nor params: the state stays as it was. A later `step` or `propose` that
     would compile, of this state or one that follows from it, is warned of once, or refused. Not so
-    `prepare`, which knows no state: what it returns is refused by `propose`.
+    `prepare`, which takes no state: `propose` refuses what it returns.
 
     Args:
       state: as `init` returned it.

@@ -86,7 +86,7 @@ class Adaptive:
 
     Attributes:
       levels: numbers of drafts to choose from, ascending; by default none, a third and all. Each
-        is another executable. Trees are drafted whole or not at all.
+        is another executable. A tree is drafted in whole; its levels are 0 and all nodes.
       costs: what passes take; None = the loop measures it, before it starts and on the way.
       memory: about how many outcomes of each draft position the estimate remembers.
       probe_share: share of the time for drafts that are not expected to pay, so that the loop

@@ -38,7 +38,7 @@ _CLASS = "class"
 
 
 def save(path: str | PathLike[str], saved: Model | Drafter, *, target: Model | None = None) -> None:
-    """Writes a model or a drafter to a new folder, whole or not at all.
+    """Writes a model or a drafter to a new folder, atomically.
 
     A save that is killed may leave a hidden folder, `.<name>.partial`, which never restores. The
     next save to the same path removes it.

@@ -69,6 +69,23 @@ def quick_compilation():
 
 
 @pytest.fixture
+def own_cache(monkeypatch, tmp_path_factory):
+    """Keeps what commands store out of the user's cache folder."""
+    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def jax_cache(monkeypatch, tmp_path):
+    """Lets a test set JAX's cache folder, and puts the tests' own back."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: jax.config.values[name] for name in names}
+    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "cache"))
+    yield lambda folder: jax.config.update(names[0], folder)
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
 def rng() -> np.random.Generator:
     """A generator with a fixed seed: each test draws the same numbers in every run."""
     return np.random.default_rng(20240229)

@@ -249,7 +249,7 @@ def test_bad_choices_are_named_before_anything_compiles(drafting, error, word):
 
 def test_half_a_tree_is_no_level():
     model, drafter = drafter_of("tree")
-    with pytest.raises(ValueError, match="whole or not at all"):
+    with pytest.raises(ValueError, match="all of it or none"):
         jspec.generate(model, PROMPTS, *drafter, **OPTIONS | {"drafting": Adaptive(levels=(0, 3))})
 
 

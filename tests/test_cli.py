@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jspec import cli, measure
@@ -14,6 +15,8 @@ from jspec.cli import drafters
 from tests.conftest import GOLDEN
 from tests.marks import slow_ones
 from tests.text_models import with_tokenizer
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 KEYS = {
     "method",
@@ -42,7 +45,6 @@ PROMPT_KEYS = {
 }
 
 
-KEEP_COMPILED = cli._keep_compiled
 HEAD = str(GOLDEN / "models" / "eagle3_llama")
 
 
@@ -55,12 +57,6 @@ def folder(tmp_path_factory):
 def target(tmp_path_factory):
     """The model that the recorded heads were made for."""
     return with_tokenizer(tmp_path_factory.mktemp("target") / "tiny", "target_llama")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
 
 
 def generate(*words):
@@ -206,11 +202,22 @@ def test_a_model_without_a_tokenizer_says_where_it_belongs(capfd):
     assert "tokenizer.json" in capfd.readouterr().err
 
 
-def test_a_cache_folder_that_cannot_be_written_goes_unused(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "_keep_compiled", KEEP_COMPILED)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "file"))
+@pytest.mark.parametrize("is_file", [True, False])
+def test_executables_are_kept_where_the_cache_folder_can_be_made(
+    is_file, folder, tmp_path, jax_cache
+):
+    if is_file:
+        (tmp_path / "cache").touch()
+    jax_cache(None)
     assert generate("--model", folder, "--prompt", "abc", "--max-tokens", 4) == 0
+    kept = None if is_file else str(tmp_path / "cache" / "compiled")
+    assert jax.config.values["jax_compilation_cache_dir"] == kept
+
+
+def test_a_cache_that_jax_has_already_is_kept(folder, tmp_path, jax_cache):
+    jax_cache(str(tmp_path / "mine"))
+    assert generate("--model", folder, "--prompt", "abc", "--max-tokens", 4) == 0
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
 
 
 def test_ctrl_c_ends_quietly(folder, capfd, monkeypatch):

@@ -13,6 +13,8 @@ from tests.conftest import GOLDEN
 from tests.marks import slow_ones
 from tests.text_models import with_tokenizer
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 HEAD = GOLDEN / "models" / "draft_llama_small"
 
 
@@ -26,12 +28,6 @@ def suite(tmp_path_factory):
     file = tmp_path_factory.mktemp("suite") / "suite.jsonl"
     file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("abcabcab", "xyxyx", "q")))
     return file
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
 
 
 def run(*words):

@@ -23,17 +23,13 @@ from tests.conftest import GOLDEN
 from tests.marks import slow_ones
 from tests.text_models import with_tokenizer
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 MODELS = GOLDEN / "models"
 TARGETS = [
     *("target_llama", "target_llama_rope3", "target_qwen2_bias", "target_qwen3"),
     *("target_qwen3_tied", "draft_llama_small", "mimo_mtp"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
 
 
 def convert(*words):

@@ -17,6 +17,8 @@ from tests.conftest import GOLDEN
 from tests.test_gguf import HF_LAYER, D, V, write
 from tests.text_models import with_tokenizer
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 ORIGINALS = {
     "tokenizer_config.json": json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}),
@@ -26,12 +28,6 @@ ORIGINALS = {
     "vocab.json": '{"a": 97}',
     "merges.txt": "#version: 0.2\n",
 }
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
 
 
 def convert(*words):

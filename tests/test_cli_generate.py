@@ -8,6 +8,8 @@ import jspec
 from jspec import cli
 from tests.text_models import with_tokenizer
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -31,12 +33,6 @@ def file(tmp_path_factory):
     chat = [{"role": "user", "content": "xyxyx"}]
     file.write_text(f'{{"prompt": "abcabc"}}\n{json.dumps({"messages": chat})}\n')
     return file
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
 
 
 def lines(capfd, *words):

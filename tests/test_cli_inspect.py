@@ -11,6 +11,8 @@ from jspec import cli
 from jspec.cache import KVCache, init_cache
 from tests.conftest import GOLDEN
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 MODELS = GOLDEN / "models"
 SIZES = {"num_pages": 7, "page_size": 4, "max_model_len": 24, "dtype": "float32"}
 WORDS = ["--num-pages", "7", "--page-size", "4", "--max-model-len", "24", "--max-requests", "3"]
@@ -25,12 +27,6 @@ HEADS = [
     ("dflash_qwen3", "target_qwen3"),
     ("mimo_mtp", "mimo_mtp"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
 
 
 def inspect(capfd, *words):

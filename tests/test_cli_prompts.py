@@ -16,13 +16,9 @@ from jspec.cli import models, prompts
 from jspec.text import Tokenizer
 from tests.text_models import character_tokenizer
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
 
 
 def read_with_places(*files, texts=None, form=None, bad=None):

@@ -63,9 +63,9 @@ def test_a_difference_is_a_tie_only_where_the_logits_are_close(model, plain):
 
 
 @pytest.mark.parametrize("dtype,code", [("float32", 1), ("bfloat16", 0)])
-def test_a_changed_token_is_an_error_in_float32_alone(dtype, code, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
+def test_a_changed_token_is_an_error_in_float32_alone(
+    dtype, code, tmp_path, own_cache, monkeypatch, capfd
+):
     run = measure.run
 
     def with_another_token(model, prompts, config=None, *arguments, **options):

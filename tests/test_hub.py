@@ -239,12 +239,6 @@ def test_the_hub_s_package_finds_the_cache_that_these_tests_make(cache):
     assert Path(found) == snapshot == checkpoint.resolve("some/target")
 
 
-@pytest.fixture
-def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
-
-
 def test_every_command_takes_names(cache, own_cache, capfd, tmp_path):
     tiny = with_tokenizer(tmp_path / "tiny", "draft_llama_small")
     snapshot = put(cache, "some/tiny", tiny, NEW, "main")

@@ -17,16 +17,12 @@ from tests.heads import target as recorded_target
 from tests.test_folders import POINTER
 from tests.test_loading import FOLDERS
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 torch = pytest.importorskip("torch")
 
 MODELS = GOLDEN / "models"
 TARGETS = ("target_llama", "target_qwen3_tied")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(cli, "_keep_compiled", lambda folder: None)  # the tests have a cache
 
 
 def convert(*words):

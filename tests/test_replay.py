@@ -11,6 +11,8 @@ from jspec.proposers import REGISTRY, find
 from jspec.replay import Record, Tally, read_records, winner
 from tests.oracles import ngram as oracle
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 LOOKUP = dict(num_drafts=3, prompt_lookup_min=1, prompt_lookup_max=3)
 LONGEST = 60
 
@@ -197,11 +199,6 @@ def test_a_bad_line_is_named_by_its_number(write, line, words):
 
 
 # The command.
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 COPY = {"prompt": [1, 2, 3, 4, 5, 6, 7, 8, 1, 2], "output": [3, 4, 5, 6, 7, 8], "segment": "copy"}

@@ -253,16 +253,6 @@ def test_a_share_of_the_memory_that_was_chosen_is_kept(vllm, monkeypatch):
     assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ
 
 
-@pytest.fixture
-def jax_cache(monkeypatch, tmp_path):
-    """Lets a test set JAX's cache folder, and puts the tests' own back."""
-    name = "jax_compilation_cache_dir"
-    before = getattr(jax.config, name)
-    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "cache"))
-    yield lambda folder: jax.config.update(name, folder)
-    jax.config.update(name, before)
-
-
 def test_executables_are_kept_in_the_users_cache_folder(vllm, monkeypatch, tmp_path, jax_cache):
     monkeypatch.setenv(vllm_plugin.SWITCH, "eagle")
     jax_cache(None)

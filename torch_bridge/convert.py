@@ -25,7 +25,7 @@ def convert_folder(source: str | PathLike[str], destination: str | PathLike[str]
 
     Args:
       source: the folder.
-      destination: folder to make; it must not exist. It is there whole or not at all.
+      destination: folder to make; it must not exist. It is written atomically.
 
     Returns:
       The new folder. Names, shapes, element types and values are those of the old one.

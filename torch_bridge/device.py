@@ -200,13 +200,23 @@ class DeviceProposer:
         is_graph_capturing: bool = False,
         slot_mappings: Any = None,
     ) -> None:
-        """Compiles what steps of so many rows run.
+        """Compiles what steps of so many rows run; does nothing before weights and pages are known.
+
+        With a `num_speculative_tokens_per_batch_size`, every number of drafts that it has as well.
 
         Args:
-          num_tokens: rows of a step.
+          num_tokens: rows of a step; Medusa's has one for each request.
           is_graph_capturing: smaller steps that have no executable of their own run this one.
           use_cudagraphs, slot_mappings: not used.
         """
+        del use_cudagraphs, slot_mappings
+        if self._can_compile:
+            self._ready()
+            with self._dummy_run(is_graph_capturing):
+                self._run_empty(num_tokens)
+
+    def _run_empty(self, num_tokens: int) -> None:
+        """Runs a step of so many rows without a request in it."""
         raise NotImplementedError
 
     @property

@@ -193,31 +193,14 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         return to_torch(jax.device_put(states, jax.devices("cpu")[0]))
 
     @torch.inference_mode()
-    def dummy_run(
-        self,
-        num_tokens: int,
-        use_cudagraphs: bool = True,
-        is_graph_capturing: bool = False,
-        slot_mappings: Any = None,
-    ) -> None:
-        """Compiles what steps of so many rows run.
-
-        Args:
-          num_tokens: rows of a step.
-          is_graph_capturing: smaller steps that have no executable of their own run this one.
-          use_cudagraphs, slot_mappings: not used.
-        """
-        del use_cudagraphs, slot_mappings
-        if not self._can_compile:
-            return
+    def _run_empty(self, num_tokens: int) -> None:
         states = torch.zeros(
             (num_tokens, self.config.hidden_size), dtype=self._dtype(), device=self.device
         )
         slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=self.device)
         metadata = type("Metadata", (), {"slot_mapping": slots})
         sampled = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
-        with self._dummy_run(is_graph_capturing):
-            self.propose(sampled, [states] * len(self.config.hidden_layers), metadata)
+        self.propose(sampled, [states] * len(self.config.hidden_layers), metadata)
 
 
 def _get(hf_config: Any, name: str) -> Any:

@@ -47,37 +47,17 @@ class LLMProposer(Preparing, DeviceProposer):
     _frames = 8
 
     @torch.inference_mode()
-    def dummy_run(
-        self,
-        num_tokens: int,
-        use_cudagraphs: bool = True,
-        is_graph_capturing: bool = False,
-        slot_mappings: Any = None,
-    ) -> None:
-        """Compiles what steps of so many rows run, of however many requests.
-
-        With a `num_speculative_tokens_per_batch_size`, every number of drafts that it has as well.
-
-        Args:
-          num_tokens: rows of a step.
-          is_graph_capturing: smaller steps that have no executable of their own run this one.
-          use_cudagraphs, slot_mappings: not used.
-        """
-        del use_cudagraphs, slot_mappings
-        if not self._can_compile:
-            return
-        self._ready()
+    def _run_empty(self, num_tokens: int) -> None:
         requests = min(max(num_tokens, 1), self.settings.max_requests)
         powers = [1 << i for i in range((requests - 1).bit_length() + 1)]
         nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
         positions = nothing.new_zeros((0, 3) if self._takes_axes else 0, dtype=torch.int64)
         hidden = torch.zeros((0, self._reads.hidden_size), dtype=self._dtype(), device=self.device)
         step = nothing.new_zeros(1), nothing, positions, nothing, nothing, nothing, nothing
-        with self._dummy_run(is_graph_capturing):
-            for bucket in sorted({self._bucket(power, num_tokens) for power in powers}):
-                for columns in self._numbers_of_drafts(bucket[0]):
-                    tokens = self._run(step, hidden, columns, bucket)
-                    self._packer.take(tokens, 0)  # the next step is packed where this one is read
+        for bucket in sorted({self._bucket(power, num_tokens) for power in powers}):
+            for columns in self._numbers_of_drafts(bucket[0]):
+                tokens = self._run(step, hidden, columns, bucket)
+                self._packer.take(tokens, 0)  # the next step is packed where this one is read
 
     @count_first
     def propose(

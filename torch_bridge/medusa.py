@@ -81,27 +81,10 @@ class MedusaProposer(DeviceProposer):
         self.warmup()
 
     @torch.inference_mode()
-    def dummy_run(
-        self,
-        num_tokens: int,
-        use_cudagraphs: bool = True,
-        is_graph_capturing: bool = False,
-        slot_mappings: Any = None,
-    ) -> None:
-        """Compiles what steps of so many requests run.
-
-        Args:
-          num_tokens: requests, of which at most `max_num_seqs` count.
-          is_graph_capturing: smaller steps that have no executable of their own run this one.
-          use_cudagraphs, slot_mappings: not used.
-        """
-        del use_cudagraphs, slot_mappings
-        if not self._can_compile:
-            return
+    def _run_empty(self, num_tokens: int) -> None:
         num_requests = min(num_tokens, self.settings.max_requests)
         shape = (num_requests, self._reads.hidden_size)
-        with self._dummy_run(is_graph_capturing):
-            self.propose(torch.zeros(shape, dtype=self._dtype(), device=self.device))
+        self.propose(torch.zeros(shape, dtype=self._dtype(), device=self.device))
 
 
 def _compiled(config: Any, layout: Layout) -> Callable[..., Any]:

@@ -4,7 +4,6 @@ vLLM calls `register` in each of its processes (entry point group `vllm.general_
 not, so JAX is imported where a drafter is made and no sooner.
 """
 
-import contextlib
 import functools
 import importlib
 import logging
@@ -141,7 +140,9 @@ def _swap(worker: Any) -> "_Swap | None":
     fractions = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
     if not any(os.environ.get(fraction) for fraction in fractions):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    _keep_compiled()
+    from jspec.demo.assets import keep_executables  # brings JAX
+
+    keep_executables()
     ours = getattr(torch_bridge, name)
     setattr(place, name, ours)
     return _Swap(place, theirs, ours)
@@ -176,21 +177,6 @@ def _warm_up(drafter: Any) -> None:
     start = time.perf_counter()
     drafter.warmup()
     logger.info("jspec compiled its drafting in %.1f s.", time.perf_counter() - start)
-
-
-def _keep_compiled() -> None:
-    """Keeps executables in the user's cache folder, if JAX does not keep them elsewhere."""
-    import jax
-
-    from jspec.demo.assets import cache_folder
-
-    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        return
-    folder = cache_folder() / "compiled"
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if os.access(folder, os.W_OK):  # JAX would warn at each executable
-        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 class CustomNgram:

@@ -52,7 +52,7 @@ def write_folder(
     *,
     optional: Collection[str] = (),
 ) -> None:
-    """Writes a Hugging Face folder, whole or not at all; tensors are copied one at a time.
+    """Writes a Hugging Face folder atomically; tensors are copied one at a time.
 
     Args:
       folder: to be made.

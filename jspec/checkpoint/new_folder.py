@@ -1,4 +1,4 @@
-"""New folders on disk that are there whole or not at all."""
+"""Atomic creation of folders on disk."""
 
 import contextlib
 import errno

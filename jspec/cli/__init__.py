@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jax
-
 from jspec.cli import bench, bench_drafts, convert, generate, inspection
 from jspec.config import check_at_least
-from jspec.demo.assets import cache_folder
+from jspec.demo.assets import keep_executables
 from jspec.options import did_you_mean
 
 _INTERRUPTED = 130  # as a shell counts Ctrl-C
@@ -58,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = [f"--{name.replace('_', '-')}" for name in vars(arguments)]
         hint = did_you_mean(unknown[0].partition("=")[0], known)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}. {hint}".strip())
-    _keep_compiled(cache_folder() / "compiled")
+    keep_executables()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -80,19 +78,10 @@ def _show_warning(message: Warning | str, *where: Any) -> None:
     print(f"jspec: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
-def _keep_compiled(folder: Path) -> None:
-    """Lets later runs start without compiling, where the folder can be written."""
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if os.access(folder, os.W_OK):  # JAX would warn at each executable
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jspec",
-        description="Speculative decoding in JAX: drafts, verifies, and tells what it earned.",
+        description="Speculative decoding in JAX: drafts, verifies and measures the speed-up.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

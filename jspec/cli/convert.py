@@ -191,7 +191,7 @@ def _write_beside(folder: Path, origin: _Origin | None, texts: Mapping[str, byte
             (folder / _TEXTS / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / _TEXTS / name).write_bytes(text)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # whole or not at all
+        shutil.rmtree(folder, ignore_errors=True)  # a folder without them would be incomplete
         raise
 
 

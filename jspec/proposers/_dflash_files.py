@@ -318,7 +318,7 @@ def _sights(hf: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
             window = agreed(places, reader="vLLM")
         if window is None:
             raise ValueError(
-                f"dflash: layers slide (layer_types {kinds}, or use_swa), and there is no window: "
+                f"dflash: layers slide (layer_types {kinds}, or use_swa), and a window is missing: "
                 f"use_sliding_window is {hf.get('use_sliding_window')}, sliding_window is "
                 f"{hf.get('sliding_window')} and swa_window_size is missing. Set "
                 "dflash_config.swa_window_size in config.json."

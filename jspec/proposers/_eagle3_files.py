@@ -144,7 +144,7 @@ def reasons(config: Eagle3ModelConfig, checkpoint: Checkpoint) -> list[str]:
 
 
 def _option(hf: Mapping[str, Any], key: str) -> Any:
-    """Reads an option that stands at the top level of config.json or in its `eagle_config`."""
+    """Reads an option at the top level of config.json or in its `eagle_config`."""
     places = {key: hf.get(key), f"eagle_config.{key}": section(hf, "eagle_config").get(key)}
     if key == _LAYER_IDS:
         places = {place: None if value == [] else value for place, value in places.items()}
