@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--cells", default=",".join(CELLS), help="some of: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
     parser.add_argument("--prompts", type=int, default=2, help="prompts at batch 1 (default: 2)")
-    parser.add_argument("--max-tokens", type=int, default=40, help="tokens to add (default: 40)")
+    parser.add_argument("--max-tokens", type=int, default=100, help="tokens to add (default: 100)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     names = arguments.cells.split(",")

@@ -24,7 +24,10 @@ HOST_ONLY = (
 
 def to_host(tree, config):
     """Copies a step to the host; inside jit it says that the drafter cannot be traced."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+    leaves = jax.tree.leaves(tree)
+    if all(type(leaf) is np.ndarray for leaf in leaves):
+        return tree
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TypeError(HOST_ONLY.format(name=proposers.of(config).name))
     return jax.tree.map(np.asarray, tree)
 

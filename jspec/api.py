@@ -234,7 +234,8 @@ def step(
     metadata.check_counts("step", scheduled)
     check_slots("step", state, scheduled, has_rows=proposer.admit is not None)
     if is_on_host:
-        batch = metadata.prepare(scheduled, verified, vocab_size=state.config.vocab_size)
+        vocab_size = state.config.vocab_size
+        batch = metadata.prepare_checked(scheduled, verified, vocab_size=vocab_size)
         return _propose_on_host(state, batch, num_drafts)
     arguments = commit((scheduled, verified), device_of(state.memory))
     is_traced = is_traced or isinstance(arguments[0].token_ids, Tracer)

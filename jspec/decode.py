@@ -152,9 +152,7 @@ def generate_plain(
             )
             if params is not None:
                 scheduled = params.join(scheduled, [index])
-            verified, _, kv = target_step(
-                model.config, model.params, kv, jax.device_put(scheduled), width=1
-            )
+            verified, _, kv = target_step(model.config, model.params, kv, scheduled, width=1)
             report.num_steps += 1
             computed += len(chunk)
             if computed == len(tokens):

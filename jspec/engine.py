@@ -187,7 +187,7 @@ class Engine:
 
     def _time_drafter(self) -> float:
         num_rows, width = self.scheduler.shapes[0]
-        scheduled = self._put(self.scheduler.pack([], num_rows))
+        scheduled = self._with_sampling(self.scheduler.pack([], num_rows))
         verified, ran = jax.block_until_ready(self._run_target(scheduled, width))
         begin = time.perf_counter()
         self._draft(ran.join(scheduled, sampling=self.drafts_sampled), verified)
@@ -233,25 +233,27 @@ class Engine:
 
     def _run(self, scheduled: Scheduled, width: int) -> tuple[Verified, Drafts]:
         """Runs the target, then the drafter; fetches both results to the host."""
-        on_device = self._put(scheduled)
-        verified, ran = self._run_target(on_device, width)
+        scheduled = self._with_sampling(scheduled)
+        verified, ran = self._run_target(scheduled, width)
         if self.on_host:
             verified = jax.device_get(verified)
             return verified, self._draft(scheduled, verified)
-        drafts = self._draft(ran.join(on_device, sampling=self.drafts_sampled), verified)
+        drafts = self._draft(ran.join(scheduled, sampling=self.drafts_sampled), verified)
         if self.draft_probs is not None:
             probs = widen(drafts.probs, self.state.config.num_drafts)
-            self.draft_probs = DraftProbs(probs, on_device.request_slot)
+            self.draft_probs = DraftProbs(
+                probs, jax.device_put(scheduled.request_slot, self.device)
+            )
         drafts = dataclasses.replace(drafts, probs=None)
         return jax.device_get((verified, drafts))  # the one read of a step
 
-    def _put(self, scheduled: Scheduled) -> Scheduled:
-        """Puts a step on the device, with the sampling parameters of its requests."""
-        if self.sampling is not None:
-            slots = scheduled.request_slot[scheduled.request_slot != PAD_SLOT]
-            running = self.scheduler.running
-            scheduled = self.sampling.join(scheduled, [running[int(s)].index for s in slots])
-        return jax.device_put(scheduled, self.device)
+    def _with_sampling(self, scheduled: Scheduled) -> Scheduled:
+        """Adds the sampling parameters of the step's requests."""
+        if self.sampling is None:
+            return scheduled
+        slots = scheduled.request_slot[scheduled.request_slot != PAD_SLOT]
+        running = self.scheduler.running
+        return self.sampling.join(scheduled, [running[int(s)].index for s in slots])
 
     def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, Ran]:
         verified, ran, self.cache = target_step(

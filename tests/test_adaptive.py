@@ -107,7 +107,8 @@ def test_outcomes_of_a_request_are_those_of_its_positions_and_end_at_the_first_e
     policy.observe(0, [5], [], None)
     policy.observe(0, [6], [], None)
     kept = policy._requests[0]
-    assert kept.chances == pytest.approx([(0.5 + 2) / 3, (0.5 + 2) / 3, 0.5 / 2, 0.5], abs=1e-4)
+    right, wrong = (adaptive._FIRST_CHANCE + 2) / 3, adaptive._FIRST_CHANCE / 2
+    assert kept.chances == pytest.approx([right, right, wrong, adaptive._FIRST_CHANCE], abs=1e-4)
 
 
 def test_a_new_request_starts_from_what_others_knew_and_forgets_the_one_before():

@@ -66,9 +66,6 @@ class Replayed(Engine):
         )
         self.on_host = not on_device
 
-    def _put(self, scheduled):
-        return scheduled
-
     def _run_target(self, scheduled, width):
         milliseconds = np.interp(scheduled.token_ids.size, ROWS, PASS)
         self.clock.now += milliseconds * self.rng.lognormal(0, self.noise)

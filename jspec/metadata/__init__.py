@@ -28,6 +28,7 @@ from jspec.metadata.prepare import (
     check_verified,
     paged_view,
     prepare,
+    prepare_checked,
     row_request,
 )
 from jspec.metadata.spec_decode_metadata import SpecDecodeMetadata
@@ -53,6 +54,7 @@ __all__ = [
     "paged_view",
     "path_as_chain",
     "prepare",
+    "prepare_checked",
     "prepare_inputs",
     "row_request",
     "set_inputs_first_pass",
