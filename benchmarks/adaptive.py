@@ -20,13 +20,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jspec import measure, proposers, scheduling
+from jspec import proposers
+from jspec._user_cache import cache_folder
 from jspec.checkpoint import Model
 from jspec.cli.models import open_tokenizer
 from jspec.config import CacheConfig
-from jspec.demo.assets import cache_folder, fetch_smollm2
+from jspec.demo.assets import fetch_smollm2
 from jspec.demo.prompts import demo_prompts
 from jspec.loading import load
+from jspec.runtime import benchmark, scheduling
 
 KINDS, BATCHES, TEMPERATURES = ("copy", "humaneval", "chat"), (1, 8), (0.0, 0.8)
 LOOKUP = {"num_drafts": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 4}  # the commands' defaults
@@ -117,12 +119,12 @@ def compare(
     last = {}
     for _ in range(arguments.rounds):
         for name, config in configs.items():
-            last[name] = measure.run(model, prompts, config, max_requests=cell.batch, **options)
+            last[name] = benchmark.run(model, prompts, config, max_requests=cell.batch, **options)
             speeds[name].append(last[name].tokens_per_second)
     median = {name: statistics.median(turns) for name, turns in speeds.items()}
     rows = []
     for name in DRAFTERS:
-        numbers = measure.summary(name, LOOKUP["num_drafts"], last[name], last["plain"])
+        numbers = benchmark.summary(name, LOOKUP["num_drafts"], last[name], last["plain"])
         keys = ("tokens_per_step", "draft_tokens", "accepted_tokens", "identical_to_plain")
         rows.append(
             cell._asdict()

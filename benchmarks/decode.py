@@ -24,13 +24,15 @@ from typing import Any
 
 import jax
 
-from jspec import measure, proposers
+from jspec import proposers
+from jspec._user_cache import cache_folder
 from jspec.checkpoint import Model, read
 from jspec.cli.models import open_tokenizer
 from jspec.config import CacheConfig
-from jspec.demo.assets import cache_folder, fetch_smollm2
+from jspec.demo.assets import fetch_smollm2
 from jspec.demo.prompts import demo_prompts
 from jspec.loading import load
+from jspec.runtime import benchmark
 
 CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float32")
 CONTENDERS = {  # method, and what else the loop is told
@@ -79,7 +81,7 @@ def main() -> None:
         turns = interleave(
             arguments.rounds,
             transformers=lambda: reference.tokens_per_second(prompts, arguments.max_tokens),
-            jspec=lambda: measure.run(model, prompts, **sizes).tokens_per_second,
+            jspec=lambda: benchmark.run(model, prompts, **sizes).tokens_per_second,
         )
         results["plain_against_transformers"] = compare(turns, "jspec", "transformers")
     else:
@@ -105,7 +107,7 @@ def against_plain(model: Model, prompts, rounds: int, sizes: dict[str, Any]) -> 
             config = proposers.find(method).Config(**LOOKUP)
 
         def turn() -> float:
-            last[name] = measure.run(model, prompts, config, **sizes, **options)
+            last[name] = benchmark.run(model, prompts, config, **sizes, **options)
             return last[name].tokens_per_second
 
         return turn
@@ -113,7 +115,7 @@ def against_plain(model: Model, prompts, rounds: int, sizes: dict[str, Any]) -> 
     turns = interleave(rounds, **{name: contender(name) for name in ("plain", *CONTENDERS)})
     numbers = {name: compare(turns, name, "plain") for name in CONTENDERS}
     for name in CONTENDERS:
-        row = measure.summary(name, LOOKUP["num_drafts"], last[name], last["plain"])
+        row = benchmark.summary(name, LOOKUP["num_drafts"], last[name], last["plain"])
         for key in (
             *("tokens_per_step", "mean_acceptance_length", "acceptance_per_position"),
             "identical_to_plain",

@@ -34,7 +34,7 @@ import torch
 import jspec
 from benchmarks.ngram import setting
 from benchmarks.shapes import STEPS, StepShape, command_line
-from jspec.config import ModelConfig
+from jspec.models.config import ModelConfig
 from jspec.models.eagle3 import Eagle3ModelConfig
 from jspec.proposers import eagle3
 from torch_bridge import EagleProposer

@@ -6,11 +6,9 @@ state, drafts = jspec.step(state, scheduled, verified)
 state = jspec.release(state, slot)
 """
 
-from jspec.adaptive import Adaptive, BatchSizeSchedule
 from jspec.api import admit, init, prepare, propose, pure, release, step, warmup
 from jspec.axes import PAD_SLOT, PAD_TOKEN
-from jspec.config import Buckets, CacheConfig, ModelConfig
-from jspec.decode import generate, generate_plain
+from jspec.config import Buckets, CacheConfig
 from jspec.loading import load
 from jspec.metadata import (
     PADDING_SLOT_ID,
@@ -21,6 +19,7 @@ from jspec.metadata import (
     update_num_computed_tokens_for_batch_change,
 )
 from jspec.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
+from jspec.models.config import ModelConfig
 from jspec.proposers import REGISTRY
 from jspec.proposers.base import Drafter, Proposer
 from jspec.proposers.dflash import DFlashConfig
@@ -33,6 +32,8 @@ from jspec.proposers.mtp import MTPConfig
 from jspec.proposers.ngram import NgramConfig
 from jspec.proposers.ngram_gpu import NgramGPUConfig
 from jspec.proposers.suffix import SuffixConfig
+from jspec.runtime.decode import generate, generate_plain
+from jspec.runtime.policies import Adaptive, BatchSizeSchedule
 from jspec.saving import restore, save
 from jspec.state import Batch, Drafts, PagedView, Scheduled, State, Verified
 from jspec.suffix import SuffixDecodingCache

@@ -29,8 +29,9 @@ from jspec._boundary import (
     to_host,
     what_is_read,
 )
+from jspec._checks import check_at_least
 from jspec.axes import PAD_TOKEN
-from jspec.config import Buckets, CacheConfig, check_at_least
+from jspec.config import Buckets, CacheConfig
 from jspec.proposers.fitting import check_memory, check_params, check_shapes
 from jspec.state import Batch, Drafts, Memory, Params, Scheduled, State, Verified
 

@@ -13,9 +13,8 @@ from jax.typing import DTypeLike
 
 from jspec import checkpoint as checkpoints
 from jspec import proposers
+from jspec._checks import check_at_least, check_float_dtype, did_you_mean
 from jspec.checkpoint import Checkpoint, Model
-from jspec.config import check_at_least, check_float_dtype
-from jspec.options import did_you_mean
 from jspec.proposers.base import Drafter, Proposer
 
 _LISTED = 24

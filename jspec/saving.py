@@ -17,10 +17,11 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jspec import proposers
+from jspec._checks import read_json
 from jspec.checkpoint import Model, check_layers, orbax
 from jspec.checkpoint.new_folder import check_free, new_folder
-from jspec.config import ModelConfig, read_json
 from jspec.models import llama
+from jspec.models.config import ModelConfig
 from jspec.proposers.base import Drafter
 from jspec.proposers.fitting import (
     Keys,

@@ -109,7 +109,7 @@ class Scheduled:
         normal number above 0 (0, negative, NaN, below 1.2e-38) is greedy.
       seed: random seed of each request; goes with `temperature`.
       top_k, top_p, min_p: constraints on what is sampled; they go with `temperature`. See
-        `jspec.sampling.constrain`.
+        `jspec.verification.sampling.constrain`.
       draft_parents: where drafts form trees: the draft that each follows, PAD = the root. Their
         rows' positions count on like a chain's, and parents come before their children.
     """

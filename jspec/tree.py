@@ -9,8 +9,8 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jspec._checks import check_at_least
 from jspec.axes import PAD_TOKEN
-from jspec.config import check_at_least
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,30 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-# Annotations become checks before jspec is imported. Pytrees are left out (jspec.state, and the
-# cache): JAX rebuilds them around placeholders that are no arrays.
+ROOT = Path(__file__).parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+RECORDED_TEXT = ROOT / "tests" / "recorded_text"
+
+# Annotations become checks before jspec is imported, but for what config.json says: its values have
+# any type until they are checked.
 _CHECKED = (
-    *("metadata", "verify", "metrics", "pallas", "models", "rejection", "sampling", "target"),
+    *("metadata", "metrics", "pallas", "runtime.target", "verification"),
+    *(f"models.{path.stem}" for path in (ROOT / "jspec" / "models").glob("*.py")),
     *("proposers._draft", "proposers._in_turn"),
 )
-install_import_hook([f"jspec.{name}" for name in _CHECKED], "beartype.beartype")
+_FROM_CONFIG_JSON = {
+    f"models.{name}" for name in ("__init__", "config", "hf_decoder", "options", "rope")
+}
+install_import_hook(
+    [f"jspec.{name}" for name in _CHECKED if name not in _FROM_CONFIG_JSON], "beartype.beartype"
+)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update(
     "jax_compilation_cache_dir",
-    os.environ.get("JSPEC_TEST_CACHE", str(Path(__file__).parent.parent / ".cache" / "jax")),
+    os.environ.get("JSPEC_TEST_CACHE", str(ROOT / ".cache" / "jax")),
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # Most of the time goes into compiling for the CPU; `make test-all` compiles in full.
@@ -35,8 +45,6 @@ settings.register_profile("jspec", derandomize=True, deadline=None, max_examples
 settings.load_profile("jspec")
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that leads nowhere is not looked for on the hub
-
-GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.hookimpl(tryfirst=True)

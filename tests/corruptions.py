@@ -3,7 +3,7 @@
     python -m tests.corruptions --count 200 --seed 0
 
 A fault must end in a clear error, in a UserWarning, in the same model, or in another model that
-nothing in the folder contradicts, as `tests.faults` knows.
+nothing in the folder contradicts, as `tests.support.faults` knows.
 """
 
 import argparse
@@ -25,9 +25,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 import jspec
-from tests import faults, file_faults
 from tests.conftest import GOLDEN
-from tests.faults import Fault, Folder
+from tests.support import faults, file_faults
+from tests.support.faults import Fault, Folder
 
 MODELS = GOLDEN / "models"
 

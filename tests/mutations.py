@@ -1,9 +1,9 @@
 """Changes recorded values one at a time: does a test turn red? `python -m tests.mutations`.
 
-Of every result in every recording one element is changed, in memory (`tests/recordings.py`), and
+Of every result in every recording one element is changed, in memory (`support/recordings.py`), and
 the tests that read it run again. A change that no test sees is printed, and the exit status is 1;
-`tests/not_compared.py` lists what no test may see. Arguments of the recorded calls are not changed:
-each has to be read by a test.
+`support/not_compared.py` lists what no test may see. Arguments of the recorded calls are not
+changed: each has to be read by a test.
 """
 
 import argparse
@@ -96,7 +96,9 @@ def main() -> int:
 def run(wanted: list[Value], arguments: Any) -> tuple[set[str], set[tuple[str, str]], int]:
     """Runs the test files, several at once; a value that was seen is not changed again."""
     # Those of torch repeat what the others show, so that they come last.
-    waiting = sorted(test_files(), key=lambda path: ("torch" in path.name, -path.stat().st_size))
+    waiting = sorted(
+        test_files(), key=lambda path: ("torch_bridge" in path.parts, -path.stat().st_size)
+    )
     seen: set[str] = set()
     reads: set[tuple[str, str]] = set()
     num_changes = 0
@@ -109,7 +111,7 @@ def run(wanted: list[Value], arguments: Any) -> tuple[set[str], set[tuple[str, s
                 if not any(names(path, value.file) for value in left):
                     continue
                 task = pool.submit(check, str(path), left, arguments.elements, arguments.seed)
-                running[task] = path.name, time.monotonic()
+                running[task] = path.relative_to(HERE), time.monotonic()
             for task in wait(running, return_when=FIRST_COMPLETED).done:
                 name, start = running.pop(task)
                 found, read, count = task.result()
@@ -126,7 +128,7 @@ def is_done(value: Value, seen: set[str], reads: set[tuple[str, str]]) -> bool:
 def test_files() -> list[Path]:
     """Lists the test files that compare with recordings."""
     marks = re.compile(r"@recordings\.each_|pytest\.mark\.recorded")
-    return [path for path in HERE.glob("test_*.py") if marks.search(path.read_text())]
+    return [path for path in HERE.rglob("test_*.py") if marks.search(path.read_text())]
 
 
 def names(path: Path, file: str) -> bool:
@@ -162,7 +164,7 @@ class Mutations:
 
     def pytest_runtestloop(self, session) -> bool:
         """Runs in place of pytest's loop."""
-        from tests import recordings
+        from tests.support import recordings
 
         readers = defaultdict(list)
         for item in session.items:
@@ -182,7 +184,7 @@ class Mutations:
 
     def is_seen(self, value: Value, items: list) -> bool:
         """Whether a test fails for each of a few changes of a value."""
-        from tests import recordings
+        from tests.support import recordings
 
         rng = random.Random(f"{self.seed} {value.label}")
         for place in rng.sample(value.paths, min(self.elements, len(value.paths))):
@@ -208,7 +210,7 @@ class Mutations:
 
 def values() -> list[Value]:
     """Lists the values of all recordings that can be changed."""
-    from tests import recordings
+    from tests.support import recordings
 
     found: list[Value] = []
     for path in sorted(recordings.FOLDER.iterdir()):
@@ -227,7 +229,7 @@ def values() -> list[Value]:
 
 def of_family(family: str) -> Iterator[Value]:
     """Lists the arrays and scalars of a family's cases."""
-    from tests import recordings
+    from tests.support import recordings
 
     file = f"{family}.npz"
     for case in recordings.cases(family):
@@ -242,7 +244,7 @@ def of_family(family: str) -> Iterator[Value]:
 
 def of_documents(file: str) -> Iterator[Value]:
     """Lists the entries of a family of JSON."""
-    from tests import recordings
+    from tests.support import recordings
 
     for case in recordings.documents(file):
         for name, value in case.items():
@@ -251,7 +253,7 @@ def of_documents(file: str) -> Iterator[Value]:
 
 def of_array(file, key, label, array, case, is_result) -> Iterator[Value]:
     """Lists an array's elements that are compared, if there is one."""
-    from tests.not_compared import excused
+    from tests.support.not_compared import excused
 
     cells = excused(label, array, case) if is_result else np.zeros(array.shape, bool)
     places = np.flatnonzero(~cells)
@@ -261,7 +263,7 @@ def of_array(file, key, label, array, case, is_result) -> Iterator[Value]:
 
 def of_entry(file, prefix, name, value, case_name, case) -> Iterator[Value]:
     """Lists the places in an entry of JSON, like ones together."""
-    from tests.not_compared import excused
+    from tests.support.not_compared import excused
 
     groups = defaultdict(list)
     for path, words in leaves(value):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.oracles import ops
+from tests.support.oracles import ops
 
 SOURCE = Path(__file__).parent / "golden"
 LEFT_OUT = ("parse_output.json", "update_num_computed_tokens.npz")

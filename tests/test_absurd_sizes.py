@@ -9,10 +9,10 @@ from safetensors.numpy import load_file, save_file
 
 import jspec
 from jspec import checkpoint, cli
+from tests.checkpoint.test_gguf import D, V, write
 from tests.conftest import GOLDEN
-from tests.heads import target as recorded_target
-from tests.test_gguf import D, V, write
-from tests.test_loading import FOLDERS
+from tests.proposers.test_loading import FOLDERS
+from tests.support.heads import target as recorded_target
 
 MODELS = GOLDEN / "models"
 TARGETS = ("target_llama", "target_qwen3_tied")

@@ -13,12 +13,10 @@ import pytest
 import jspec
 from jspec import proposers
 from jspec.axes import PAD_TOKEN
-from tests import test_contract as contract
-from tests import test_tree_contract as trees
 from tests.conftest import GOLDEN
-from tests.counting import backend_compiles
-from tests.heads import target as recorded_target
-from tests.test_contract import (
+from tests.proposers import test_contract as contract
+from tests.proposers import test_tree_contract as trees
+from tests.proposers.test_contract import (
     CACHE,
     NAMES,
     ROWS,
@@ -29,6 +27,8 @@ from tests.test_contract import (
     fresh,
     layout,
 )
+from tests.support.counting import backend_compiles
+from tests.support.heads import target as recorded_target
 
 POSITIONED = ["ngram", "ngram_gpu", *(n for n in WITH_WEIGHTS if n != "extract_hidden_states")]
 

@@ -13,14 +13,15 @@ import pytest
 import jspec
 from jspec import proposers, saving
 from jspec.checkpoint import Model, orbax
-from jspec.config import ModelConfig, RopeConfig
 from jspec.models import llama
+from jspec.models.config import ModelConfig
+from jspec.models.rope import RopeConfig
 from jspec.proposers.base import Drafter
 from jspec.proposers.draft_model import DraftModelConfig
 from tests.conftest import GOLDEN
-from tests.heads import target as recorded_target
-from tests.marks import slow_ones
-from tests.test_loading import FOLDERS
+from tests.proposers.test_loading import FOLDERS
+from tests.support.heads import target as recorded_target
+from tests.support.marks import slow_ones
 
 MODEL = ModelConfig.tiny()
 HEADS = [p.name for p in proposers.REGISTRY.values() if p.init_params is not None]

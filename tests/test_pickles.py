@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 
 import jspec
 from jspec import checkpoint, cli
+from tests.checkpoint.test_folders import POINTER
 from tests.conftest import GOLDEN
-from tests.heads import target as recorded_target
-from tests.test_folders import POINTER
-from tests.test_loading import FOLDERS
+from tests.proposers.test_loading import FOLDERS
+from tests.support.heads import target as recorded_target
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

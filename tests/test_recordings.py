@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests import mutations, not_compared, other_recordings, recordings
+from tests import mutations, other_recordings
+from tests.support import not_compared, recordings
 
 FAMILY = "eagle_step_slot_mapping"
 
@@ -57,8 +58,9 @@ def test_each_reason_stands_for_a_recorded_value():
 def test_another_folder_of_the_same_format_passes_and_names_what_it_lacks(tmp_path):
     other_recordings.write(tmp_path)
     files = [
-        *("test_ops_next_token.py", "test_ops_sample_index.py", "test_ops_eagle_step.py"),
-        *("test_metadata.py", "test_metrics.py", "test_eagle3.py", "test_rejection_recorded.py"),
+        *("pallas/test_next_token.py", "pallas/test_sample_index.py", "pallas/test_eagle_step.py"),
+        *("metadata/test_metadata.py", "metrics/test_metrics.py", "proposers/test_eagle3.py"),
+        "verification/test_rejection_recorded.py",
     ]
     paths = [str(mutations.HERE / name) for name in files]
     done = subprocess.run(

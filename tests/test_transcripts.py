@@ -5,8 +5,8 @@ import functools
 import pytest
 
 import jspec
-from tests import recordings
-from tests.transcripts import compare, compare_verification, record, target_logits
+from tests.support import recordings
+from tests.support.transcripts import compare, compare_verification, record, target_logits
 
 pytestmark = pytest.mark.any_device
 

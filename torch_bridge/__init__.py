@@ -7,12 +7,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_bridge import dlpack, ops
-    from torch_bridge.extract_hidden import ExtractHiddenStatesProposer
-    from torch_bridge.llm import DFlashProposer, DraftModelProposer, EagleProposer
-    from torch_bridge.medusa import MedusaProposer
-    from torch_bridge.ngram import NgramProposer, NgramProposerGPU
-    from torch_bridge.suffix import SuffixDecodingProposer
+    from torch_bridge import ops
+    from torch_bridge.interop import dlpack
+    from torch_bridge.proposers.extract_hidden import ExtractHiddenStatesProposer
+    from torch_bridge.proposers.llm import DFlashProposer, DraftModelProposer, EagleProposer
+    from torch_bridge.proposers.medusa import MedusaProposer
+    from torch_bridge.proposers.ngram import NgramProposer, NgramProposerGPU
+    from torch_bridge.proposers.suffix import SuffixDecodingProposer
 
 __all__ = [
     "DFlashProposer",
@@ -28,14 +29,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "DFlashProposer": "llm",
-    "DraftModelProposer": "llm",
-    "EagleProposer": "llm",
-    "ExtractHiddenStatesProposer": "extract_hidden",
-    "MedusaProposer": "medusa",
-    "NgramProposer": "ngram",
-    "NgramProposerGPU": "ngram",
-    "SuffixDecodingProposer": "suffix",
+    "DFlashProposer": "torch_bridge.proposers.llm",
+    "DraftModelProposer": "torch_bridge.proposers.llm",
+    "EagleProposer": "torch_bridge.proposers.llm",
+    "ExtractHiddenStatesProposer": "torch_bridge.proposers.extract_hidden",
+    "MedusaProposer": "torch_bridge.proposers.medusa",
+    "NgramProposer": "torch_bridge.proposers.ngram",
+    "NgramProposerGPU": "torch_bridge.proposers.ngram",
+    "SuffixDecodingProposer": "torch_bridge.proposers.suffix",
+    "dlpack": "torch_bridge.interop.dlpack",
+    "ops": "torch_bridge.ops",
 }
 
 
@@ -50,5 +53,5 @@ def __getattr__(name: str) -> Any:
             "torch_bridge: PyTorch is not installed. Install it once, for example with "
             'pip install "jspec-decode[torch]".'
         ) from error
-    module = importlib.import_module(f"torch_bridge.{_MODULES.get(name, name)}")
-    return getattr(module, name) if name in _MODULES else module
+    module = importlib.import_module(_MODULES[name])
+    return module if name in ("dlpack", "ops") else getattr(module, name)

@@ -11,9 +11,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from jspec._checks import read_json
 from jspec.checkpoint.new_folder import new_folder
 from jspec.checkpoint.weight_files import INDEX, PICKLES, check_file
-from jspec.config import read_json
 
 
 def convert_folder(source: str | PathLike[str], destination: str | PathLike[str]) -> Path:

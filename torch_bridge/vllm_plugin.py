@@ -140,7 +140,7 @@ def _swap(worker: Any) -> "_Swap | None":
     fractions = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
     if not any(os.environ.get(fraction) for fraction in fractions):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from jspec.demo.assets import keep_executables  # brings JAX
+    from jspec._user_cache import keep_executables  # brings JAX
 
     keep_executables()
     ours = getattr(torch_bridge, name)
@@ -180,7 +180,7 @@ def _warm_up(drafter: Any) -> None:
 
 
 class CustomNgram:
-    """N-gram lookup for vLLM's `method: custom_class`; see `torch_bridge.ngram.NgramProposer`.
+    """N-gram lookup for vLLM's `method: custom_class`; see `torch_bridge.NgramProposer`.
 
     vLLM sets `prompt_lookup_min` and `prompt_lookup_max` to 0 for this method, so both are read
     from `additional_config`: {"jspec": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}}.
@@ -210,7 +210,7 @@ class CustomNgram:
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts the next tokens of each request; see `torch_bridge.ngram.NgramProposer`."""
+        """Drafts the next tokens of each request; see `torch_bridge.NgramProposer`."""
         return self._proposer.propose(
             sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings
         )

@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
+from jspec._checks import check_float_dtype
 from jspec.checkpoint.agreement import decoder_reasons, explained, model_config
 from jspec.checkpoint.assemble import assemble
 from jspec.checkpoint.base import Checkpoint, check_layers, stored_dtype
 from jspec.checkpoint.hub import resolve
 from jspec.checkpoint.safetensors import read_folder
 from jspec.checkpoint.weight_files import check_file
-from jspec.config import ModelConfig, check_float_dtype
 from jspec.models import llama
+from jspec.models.config import ModelConfig
 from jspec.state import Params
 from jspec.text import ChatTemplate
 

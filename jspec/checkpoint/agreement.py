@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from jspec._checks import warn
 from jspec.checkpoint.base import Checkpoint
-from jspec.config import ModelConfig
-from jspec.options import size, warn
+from jspec.models.config import ModelConfig
+from jspec.models.options import size
 
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NUM_LAYERS = "num_hidden_layers"

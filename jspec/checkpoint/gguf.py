@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from jspec._checks import check_at_least
 from jspec.checkpoint.base import Checkpoint
 from jspec.checkpoint.gguf_file import GgufFile, open_gguf
-from jspec.config import check_at_least
 from jspec.text import gguf_text_files
 
 _ARCHITECTURES = {

@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jspec._checks import read_json
 from jspec.checkpoint.base import Checkpoint
 from jspec.checkpoint.weight_files import WeightFiles, check_folder, check_index, find_weights
-from jspec.config import read_json
 from jspec.text import read_text_files
 
 DTYPES: dict[str, np.dtype] = {

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jspec.config import read_json
+from jspec._checks import read_json
 
 SINGLE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
 """Names of a file that holds all tensors; the second is that of FasterDecoding's Medusa heads."""

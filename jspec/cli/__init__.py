@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jspec._checks import check_at_least, did_you_mean
+from jspec._user_cache import keep_executables
 from jspec.cli import bench, bench_drafts, convert, generate, inspection
-from jspec.config import check_at_least
-from jspec.demo.assets import keep_executables
-from jspec.options import did_you_mean
 
 _INTERRUPTED = 130  # as a shell counts Ctrl-C
 _EXPLAINED = (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportError, MemoryError)

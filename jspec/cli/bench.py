@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 
-from jspec import measure, proposers, replay, scheduling
+from jspec import proposers
 from jspec.checkpoint import Model
 from jspec.cli import comparison, decoding, drafters, models, prompts
 from jspec.cli.streaming import Progress
 from jspec.demo.picture import plot_acceptance
 from jspec.demo.prompts import demo_prompts
 from jspec.proposers.base import Drafter
+from jspec.runtime import benchmark, replay, scheduling
 
 EXAMPLES = """examples:
   python -m jspec bench --model smollm2 --max-tokens 64
@@ -198,9 +199,9 @@ def _measure(
         drafting = {} if drafter.config is None else decoding.of_drafting(arguments)
         progress = Progress(method, len(ids))
         try:
-            report = measure.run(model, ids, *drafter, on_tokens=progress, **options, **drafting)
+            report = benchmark.run(model, ids, *drafter, on_tokens=progress, **options, **drafting)
             first = ids[: arguments.batch_size]
-            halves = measure.halves(model, first, *drafter, **options, **drafting)
+            halves = benchmark.halves(model, first, *drafter, **options, **drafting)
         finally:
             progress.finish()
         if not sys.stderr.isatty():  # where no progress line is shown: a sign of life
@@ -208,7 +209,7 @@ def _measure(
             print(f"{method}: {len(ids)} prompts, {speed}", file=sys.stderr, flush=True)
         plain = plain or report
         num_drafts = drafter.config.num_drafts if drafter.config else 0
-        row = measure.summary(method, num_drafts, report, plain) | halves._asdict()
+        row = benchmark.summary(method, num_drafts, report, plain) | halves._asdict()
         if method == "none" or not decoding.keeps_tokens(arguments):
             row["identical_to_plain"] = None
         row |= comparison.differences(

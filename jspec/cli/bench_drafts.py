@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jspec import replay
 from jspec.cli import drafters
+from jspec.runtime import replay
 
 EXAMPLES = """examples:
   python -m jspec bench-drafts requests.jsonl

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jspec import metadata, scheduling
-from jspec.cache import KVCache
+from jspec import metadata
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig
-from jspec.decode import Report
 from jspec.models import llama
-from jspec.scheduling import Rows
+from jspec.models.kv_cache import KVCache
+from jspec.runtime import scheduling
+from jspec.runtime.decode import Report
+from jspec.runtime.scheduling import Rows
 from jspec.state import Params, Scheduled
 
 _CHUNK = 64

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from jspec import checkpoint, proposers
+from jspec._checks import read_json
 from jspec.checkpoint import Model
 from jspec.checkpoint.export import tokenizer_files, write_folder
 from jspec.checkpoint.new_folder import check_free
 from jspec.checkpoint.weight_files import is_pickled
 from jspec.cli import drafters, models
-from jspec.config import read_json
 from jspec.loading import load
 from jspec.models import llama
 from jspec.proposers.base import Drafter

@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any, get_args
 
-from jspec.adaptive import Adaptive
-from jspec.sampling_params import sampling_params
-from jspec.target import Verification
+from jspec.runtime.policies import Adaptive
+from jspec.runtime.target import Verification
+from jspec.verification.sampling_params import sampling_params
 
 _SAMPLING = ("temperature", "seed", "top_k", "top_p", "min_p")
 
@@ -70,7 +70,7 @@ def check(arguments: argparse.Namespace, num_prompts: int) -> None:
 
 
 def of_target(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what runs with and without a drafter take, for `jspec.measure.run`."""
+    """Returns what runs with and without a drafter take, for `jspec.runtime.benchmark.run`."""
     return {"max_tokens": arguments.max_tokens, "max_requests": arguments.batch_size} | _sampling(
         arguments
     )

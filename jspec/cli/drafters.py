@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jspec import proposers, replay
+from jspec import proposers
 from jspec.checkpoint import Model
 from jspec.cli import models
 from jspec.loading import load
 from jspec.proposers.base import Drafter
+from jspec.runtime import replay
 from jspec.saving import restore
 from jspec.suffix import files
 from jspec.tree import Tree

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jspec import measure, proposers, scheduling
+from jspec import proposers
 from jspec.cli import comparison, decoding, drafters, models, prompts
 from jspec.cli.streaming import Ends, Progress, Records, Text
-from jspec.scheduling import OnTokens
+from jspec.runtime import benchmark, scheduling
+from jspec.runtime.scheduling import OnTokens
 
 EXAMPLES = """examples:
   python -m jspec generate --model smollm2 --prompt "Write a haiku about rivers."
@@ -118,7 +119,7 @@ def _run(arguments: argparse.Namespace) -> int:
             each(index, tokens, num_accepted)
 
     try:
-        report = measure.run(model, ids, config, params, on_tokens=show, **options, **drafting)
+        report = benchmark.run(model, ids, config, params, on_tokens=show, **options, **drafting)
     finally:
         if progress is not None:
             progress.finish()
@@ -126,9 +127,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if config is None:
         plain = report
     elif arguments.compare_plain:
-        plain = measure.run(model, ids, **options)
+        plain = benchmark.run(model, ids, **options)
     num_drafts = config.num_drafts if config else 0
-    result = measure.summary(method, num_drafts, report, plain)
+    result = benchmark.summary(method, num_drafts, report, plain)
     result["skipped_prompts"] = num_skipped
     if not decoding.keeps_tokens(arguments):
         result["identical_to_plain"] = None  # they share a distribution, which no run can show

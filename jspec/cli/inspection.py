@@ -10,12 +10,13 @@ import jax
 from jax.typing import DTypeLike
 
 from jspec import checkpoint, proposers
-from jspec.cache import KVCache
 from jspec.checkpoint import Model, orbax
 from jspec.checkpoint.agreement import model_config
 from jspec.cli import drafters, models
-from jspec.config import CacheConfig, ModelConfig
+from jspec.config import CacheConfig
 from jspec.models import llama
+from jspec.models.config import ModelConfig
+from jspec.models.kv_cache import KVCache
 from jspec.proposers.base import Drafter
 from jspec.saving import config_from_json, read_description, restore
 from jspec.state import Params

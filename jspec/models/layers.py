@@ -15,10 +15,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec import cache as kv
 from jspec.axes import PAD_TOKEN, AnyArray
-from jspec.cache import KVCache
-from jspec.config import ModelConfig, RopeConfig
+from jspec.models import kv_cache as kv
+from jspec.models.config import ModelConfig
+from jspec.models.kv_cache import KVCache
+from jspec.models.rope import RopeConfig
 from jspec.state import PagedView
 
 Rope: TypeAlias = tuple[Float[Array, "T half"], Float[Array, "T half"]]

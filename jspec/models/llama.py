@@ -11,9 +11,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.axes import AnyArray
-from jspec.cache import KVCache, init_cache
-from jspec.config import CacheConfig, ModelConfig
+from jspec.config import CacheConfig
 from jspec.models import weights
+from jspec.models.config import ModelConfig
+from jspec.models.kv_cache import KVCache, init_cache
 from jspec.models.layers import (
     MLP,
     Attention,

@@ -14,10 +14,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jspec.config import check_at_least
+from jspec._checks import check_above_0, check_at_least
 from jspec.models import weights
 from jspec.models.layers import Place, Rules, head_logits
-from jspec.options import check_above_0
 from jspec.state import Params
 
 _HEAD = re.compile(

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.axes import AnyArray
-from jspec.cache import KVCache
-from jspec.config import ModelConfig
 from jspec.models import weights
+from jspec.models.config import ModelConfig
+from jspec.models.kv_cache import KVCache
 from jspec.models.layers import (
     Embeds,
     Place,

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec import metadata, sampling
+from jspec import metadata
+from jspec._checks import check_at_least
 from jspec.axes import PAD_SLOT, PAD_TOKEN
-from jspec.config import check_at_least
 from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass
 from jspec.models.layers import Embeds
 from jspec.pallas.eagle_step import eagle_step
 from jspec.state import Batch, Drafts, PagedView
+from jspec.verification import sampling
 
 _STREAM = 1
 """Random numbers of drafts, apart from those of verification."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.axes import PAD_SLOT
-from jspec.cache import KVCache
+from jspec.models.kv_cache import KVCache
 from jspec.pallas.eagle_step import eagle_step
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftingConfig, DraftModel, Rows, take

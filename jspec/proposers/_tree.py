@@ -1,7 +1,7 @@
 """Drafting a tree: the first pass over a step, then a pass for each level that has children.
 
-A node's keys and values lie beside the pages (`jspec.cache.with_nodes`), so that siblings share
-the context, each node runs once, and nothing needs to be undone. Source: vLLM 0.20
+A node's keys and values lie beside the pages (`kv_cache.with_nodes`), so that siblings share the
+context, each node runs once, and nothing needs to be undone. Source: vLLM 0.20
 v1/spec_decode/llm_base_proposer.py, propose_tree, with positions, masks and lengths that agree;
 EAGLE-2 (arXiv 2406.16858) section 4 for dynamic trees.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.axes import PAD_SLOT, PAD_TOKEN
-from jspec.cache import KVCache, with_nodes
+from jspec.models.kv_cache import KVCache, with_nodes
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftingConfig, DraftModel, take
 from jspec.state import Batch, Drafts, PagedView

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
-from jspec.config import ModelConfig
+from jspec.models.config import ModelConfig
 from jspec.models.layers import Rules
 from jspec.models.llama import HiddenId
 from jspec.state import Batch, Drafts, Memory, Params

@@ -16,18 +16,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec import metadata
+from jspec._checks import check_at_least
 from jspec.axes import PAD_SLOT
-from jspec.cache import KVCache
 from jspec.checkpoint import Checkpoint, Model, check_layers
-from jspec.config import CacheConfig, check_at_least
+from jspec.config import CacheConfig
 from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass_dflash
 from jspec.models import dflash, llama
 from jspec.models.dflash import BlockConfig
+from jspec.models.kv_cache import KVCache
 from jspec.models.layers import Rules
-from jspec.proposers import _dflash_files, _draft
+from jspec.proposers import _draft
 from jspec.proposers._draft import DraftingConfig, Vocabulary
-from jspec.proposers._hf_config import mask_token_of
 from jspec.proposers.base import Drafter, Proposer, Reads, refuse_axes
+from jspec.proposers.loaders import dflash as loader
+from jspec.proposers.loaders.hf_config import mask_token_of
 from jspec.state import Batch, Drafts, PagedView, Params
 
 
@@ -182,7 +184,7 @@ def init_params(config: DFlashConfig, key: Array, dtype: DTypeLike) -> Params:
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Tells a DFlash or DFlash2 drafter by `architectures`, `dflash_config` or tensor names."""
-    return _dflash_files.recognises(config, names)
+    return loader.recognises(config, names)
 
 
 def load(
@@ -208,22 +210,22 @@ def load(
         and config do not fit (all are listed).
     """
     refuse_axes("dflash", target.config)
-    _dflash_files.check_files(checkpoint.files)
-    hf = _dflash_files.plain(checkpoint.config)
+    loader.check_files(checkpoint.files)
+    hf = loader.plain(checkpoint.config)
     check_layers("dflash", hf.get("num_hidden_layers"), checkpoint.names)
     names = [dflash.rename(name) for name in checkpoint.names]
     config = DFlashConfig(
-        num_drafts=_dflash_files.num_drafts(hf) if num_drafts is None else num_drafts,
+        num_drafts=loader.num_drafts(hf) if num_drafts is None else num_drafts,
         draft_sampling=draft_sampling,
-        model=_dflash_files.block_config(hf, names, target),
+        model=loader.block_config(hf, names, target),
         mask_token=mask_token_of(hf, target.config.vocab_size),
     )
-    return Drafter(config, _dflash_files.params(config.model, checkpoint, target, dtype))
+    return Drafter(config, loader.params(config.model, checkpoint, target, dtype))
 
 
 def rules(config: DFlashConfig, names: Collection[str]) -> Rules:
     """Returns where each tensor of a checkpoint is in the params, by its full name."""
-    table = dflash.rules(config.model) | _dflash_files.TABLES
+    table = dflash.rules(config.model) | loader.TABLES
     return {name: table.get(dflash.rename(name)) for name in names}
 
 

@@ -13,15 +13,17 @@ import jax
 from jax import Array
 from jax.typing import DTypeLike
 
-from jspec.cache import KVCache
+from jspec._checks import check_at_least
 from jspec.checkpoint import Checkpoint, Model, as_model
 from jspec.checkpoint.agreement import model_config
-from jspec.config import CacheConfig, ModelConfig, check_at_least
+from jspec.config import CacheConfig
 from jspec.models import llama
+from jspec.models.config import ModelConfig
+from jspec.models.kv_cache import KVCache
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftingConfig, DraftModel
-from jspec.proposers._hf_config import mask_token_of
 from jspec.proposers.base import Drafter, Proposer, Reads, refuse_axes
+from jspec.proposers.loaders.hf_config import mask_token_of
 from jspec.state import Batch, Drafts, Params
 
 

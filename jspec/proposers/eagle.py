@@ -13,20 +13,21 @@ from typing import Any, Literal
 from jax import Array
 from jax.typing import DTypeLike
 
-from jspec.cache import KVCache
+from jspec._checks import warn
 from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
 from jspec.checkpoint.agreement import by_tensors, decoder_reasons, explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.config import CacheConfig
 from jspec.models import eagle, llama
 from jspec.models.eagle import EagleModelConfig
+from jspec.models.kv_cache import KVCache
 from jspec.models.layers import Place
-from jspec.options import flag, warn
+from jspec.models.options import flag
 from jspec.proposers import _draft
 from jspec.proposers._draft import DraftModel
-from jspec.proposers._hf_config import architectures
 from jspec.proposers._tree import TreeDraftingConfig, check_width, draft_tree
 from jspec.proposers.base import Drafter, Proposer, Reads, refuse_axes
+from jspec.proposers.loaders.hf_config import architectures
 from jspec.state import Batch, Drafts, Params
 from jspec.tree import DynamicTree, Tree
 

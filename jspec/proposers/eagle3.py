@@ -16,22 +16,24 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jspec.cache import KVCache
 from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
 from jspec.checkpoint.agreement import explained
 from jspec.checkpoint.assemble import is_float
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.checkpoint.target_ids import read_d2t
-from jspec.config import CacheConfig, ModelConfig
+from jspec.config import CacheConfig
 from jspec.models import eagle3, llama
+from jspec.models.config import ModelConfig
 from jspec.models.eagle3 import Eagle3ModelConfig
+from jspec.models.kv_cache import KVCache
 from jspec.models.layers import Place
 from jspec.models.llama import HiddenId
-from jspec.proposers import _draft, _eagle3_files
+from jspec.proposers import _draft
 from jspec.proposers._draft import DraftModel
-from jspec.proposers._hf_config import architectures, mask_token_of, num_drafts_of
 from jspec.proposers._tree import TreeDraftingConfig, check_width, draft_tree
 from jspec.proposers.base import Drafter, Proposer, Reads, refuse_axes
+from jspec.proposers.loaders import eagle3 as loader
+from jspec.proposers.loaders.hf_config import architectures, mask_token_of, num_drafts_of
 from jspec.state import Batch, Drafts, Params
 from jspec.tree import DynamicTree, Tree
 
@@ -109,13 +111,13 @@ class Eagle3Config(TreeDraftingConfig):
         Raises:
           ValueError: a size is missing, or a value is not supported.
         """
-        hf = _eagle3_files.plain(config)
-        layers = _eagle3_files.hidden_layers(hf, num_layers)
+        hf = loader.plain(config)
+        layers = loader.hidden_layers(hf, num_layers)
         parallel = "mask_hidden" in tensors if parallel_drafting is None else parallel_drafting
         if num_drafts is None:
             num_drafts = num_drafts_of(hf) if tree is None else tree.num_nodes
         num_fused = 0 if layers == ("norm",) else len(layers)
-        model = _eagle3_files.model_config(hf, tensors, num_fused=num_fused)
+        model = loader.model_config(hf, tensors, num_fused=num_fused)
         return cls(
             num_drafts=num_drafts,
             tree=tree,
@@ -244,7 +246,7 @@ def load(
     if tree is not None:
         refuse_axes("eagle3 with a tree", target.config)
     model = config.model
-    _eagle3_files.warn_of_unused(checkpoint, model, asked=parallel_drafting is not None)
+    loader.warn_of_unused(checkpoint, model, asked=parallel_drafting is not None)
     check_layers("eagle3", model.decoder.num_layers, checkpoint.names)
     apart = {name: tensor for name, tensor in checkpoint.tensors() if name in _APART}
     _check_fits(config, target, apart)
@@ -254,7 +256,7 @@ def load(
         if name not in apart or apart[name].shape == template[leaf].shape:
             rules[name] = None
             del template[leaf]  # the others stay, to be listed as misshapen
-    with explained(lambda: _eagle3_files.reasons(model, checkpoint)):
+    with explained(lambda: loader.reasons(model, checkpoint)):
         params = assemble(template, rules, checkpoint.tensors())
     params["embed"] = own_or_shared(apart.get(_EMBED), target.params["embed"], dtype)
     shared_head = target.params["embed" if target.config.tie_embeddings else "head"]

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jspec import metadata
+from jspec._checks import check_at_least
 from jspec.axes import PAD_TOKEN
 from jspec.checkpoint import Checkpoint, Model
-from jspec.config import CacheConfig, check_at_least
+from jspec.config import CacheConfig
 from jspec.models import hidden_cache
 from jspec.models.hidden_cache import HiddenCache
 from jspec.models.llama import HiddenId

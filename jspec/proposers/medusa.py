@@ -14,19 +14,20 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jspec._checks import check_at_least, warn
 from jspec.axes import PAD_TOKEN
 from jspec.checkpoint import Checkpoint, Model, assemble
 from jspec.checkpoint.agreement import explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.checkpoint.target_ids import read_token_map
-from jspec.config import CacheConfig, check_at_least
+from jspec.config import CacheConfig
 from jspec.models import medusa
 from jspec.models.layers import Place, Rules
 from jspec.models.medusa import TOKEN_MAP, HeadsConfig
-from jspec.options import warn
-from jspec.proposers import _draft, _medusa_files
+from jspec.proposers import _draft
 from jspec.proposers._draft import DraftingConfig, Vocabulary
 from jspec.proposers.base import Drafter, Proposer, Reads
+from jspec.proposers.loaders import medusa as loader
 from jspec.state import Batch, Drafts, Params, pytree, static
 from jspec.tree import Tree
 
@@ -229,7 +230,7 @@ def load(
     if num_drafts is not None:
         check_at_least("medusa", 1, num_drafts=num_drafts)
     names = [medusa.short_name(name) for name in checkpoint.names]
-    model = _medusa_files.heads_config(checkpoint, target, num_drafts=num_drafts, tree=tree)
+    model = loader.heads_config(checkpoint, target, num_drafts=num_drafts, tree=tree)
     order = _token_map(checkpoint, model)
     template = medusa.abstract_params(model, dtype)
     shares = model.shared_head and not any(medusa.is_head(n, model.num_layers) for n in names)
@@ -242,7 +243,7 @@ def load(
                 tensor = _truncated(tensor, *order, vocab_size=model.vocab_size)
             yield name, tensor
 
-    with explained(lambda: _medusa_files.reasons(checkpoint, model)):
+    with explained(lambda: loader.reasons(checkpoint, model)):
         params = assemble(template, medusa.rules(model, names), tensors())
     of_target = target.params["embed" if target.config.tie_embeddings else "head"]
     if order is not None:

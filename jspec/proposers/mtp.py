@@ -13,18 +13,20 @@ from typing import Any, Literal, TypeAlias
 from jax import Array
 from jax.typing import DTypeLike
 
-from jspec.cache import KVCache
+from jspec._checks import check_at_least
 from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
 from jspec.checkpoint.agreement import decoder_reasons, explained
 from jspec.checkpoint.sharing import own_or_shared
-from jspec.config import CacheConfig, ModelConfig, check_at_least
+from jspec.config import CacheConfig
 from jspec.models import llama, mtp
+from jspec.models.config import ModelConfig
+from jspec.models.kv_cache import KVCache
 from jspec.models.layers import Place
 from jspec.models.llama import HiddenId
 from jspec.proposers import _draft, _in_turn
 from jspec.proposers._draft import DraftingConfig, DraftModel
-from jspec.proposers._hf_config import architectures
 from jspec.proposers.base import Drafter, Proposer, Reads
+from jspec.proposers.loaders.hf_config import architectures
 from jspec.state import Batch, Drafts, Params
 
 Memory: TypeAlias = KVCache | _in_turn.Memory

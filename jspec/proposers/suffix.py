@@ -13,9 +13,10 @@ import numpy as np
 from jaxtyping import Int32
 from numba import int32, int64
 
+from jspec._checks import check_at_least
 from jspec._numba import njit
 from jspec.axes import PAD_TOKEN
-from jspec.config import CacheConfig, check_at_least
+from jspec.config import CacheConfig
 from jspec.proposers import _host
 from jspec.proposers.base import Proposer
 from jspec.state import Batch, Drafts

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from jaxtyping import Int32
 
-from jspec.config import check_at_least
+from jspec._checks import check_at_least
 from jspec.suffix import compiled, files
 from jspec.suffix.inputs import TokenIds, as_text, as_tokens
 from jspec.suffix.tables import (

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jspec.config import check_at_least, read_json
+from jspec._checks import check_at_least, read_json
 from jspec.text.chat import ChatTemplate
 
 _CLASS_TOKENS = {

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jspec.config import read_json
+from jspec._checks import read_json
 from jspec.text.chat import ChatTemplate, Messages, render_chat
 from jspec.text.files import read_text_files, special_tokens, token_text
 from jspec.text.stream import TextStream

@@ -1,0 +1,1 @@
+"""Published heads: from config.json and tensors to a drafter's config and params."""

@@ -1,0 +1,371 @@
+"""DFlash drafters on disk: their config.json in its several forms, and their tensors.
+
+Source: vLLM model_executor/models/qwen3_dflash.py, transformers_utils/configs/speculators; z-lab's
+dflash 0.1.0, model.py.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jspec._checks import check_at_least, check_bool
+from jspec.checkpoint import Checkpoint, Model, assemble
+from jspec.checkpoint.agreement import decoder_reasons, explained
+from jspec.checkpoint.sharing import own_or_shared
+from jspec.checkpoint.target_ids import read_d2t
+from jspec.models import dflash
+from jspec.models.config import ModelConfig
+from jspec.models.dflash import BlockConfig, Sight
+from jspec.models.dflash2 import RefineConfig
+from jspec.models.hf_decoder import layer_kinds
+from jspec.models.layers import Place, Rules
+from jspec.models.llama import HiddenId
+from jspec.models.options import agreed, section, size
+from jspec.proposers.loaders.hf_config import architectures, num_drafts_of, unnested
+from jspec.state import Params
+
+_EMBED, _HEAD, _IDS, _INVERSE = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+TABLES: Rules = {
+    _EMBED: Place(("embed",)),
+    _HEAD: Place(("head",)),
+    _IDS: Place(("target_ids",)),
+}
+"""Where tensors are in the params that do not go there as they stand."""
+
+# Settings of DFlash2 in config.json, and our names for them.
+_REFINE = {
+    "conv_kernel_size": "num_taps",
+    "conv_group_size": "group_size",
+    "selector_rank": "rank",
+    "selector_top_k": "top_k",
+}
+
+_WIDEST = 1 << 30
+"""A window that hides nothing: positions and it add up to an int32."""
+
+_SETTINGS = {
+    *("mask_token_id", "target_layer_ids", _LAYER_IDS),
+    *("use_aux_hidden_state", "causal", "use_swa", "swa_window_size", "block_size"),
+    *_REFINE,
+}
+"""What we read in `dflash_config`."""
+
+# Options that we do not implement, and the values that leave a drafter unchanged.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_swa_attention_sink_bias": (None, False),
+    "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1.0),
+    "final_logit_softcapping": (None, 0.0),
+    "input_embedding_scale": (None, 1.0),
+    "is_neox_style": (None, True),
+    "output_multiplier": (None, 1.0),
+}
+
+
+def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Tells a DFlash or DFlash2 drafter by `architectures`, `dflash_config` or tensor names."""
+    if config.get("speculators_model_type") is not None:
+        return config["speculators_model_type"] == "dflash"
+    named = architectures(config)
+    if any(name.startswith("DFlash") for name in named) or isinstance(
+        config.get("dflash_config"), Mapping
+    ):
+        return True
+    return {"fc.weight", "hidden_norm.weight"} <= {dflash.rename(name) for name in names}
+
+
+def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a config.json without the nesting of the speculators format.
+
+    Raises:
+      ValueError: something that the format prescribes is missing.
+    """
+    if hf.get("speculators_model_type") is None:
+        return hf
+    ids = hf.get("aux_hidden_state_layer_ids")
+    if ids is None:
+        raise ValueError(
+            "dflash: config.json is of the speculators format and has no "
+            "aux_hidden_state_layer_ids. Fetch config.json again."
+        )
+    names = ("aux_hidden_state_layer_ids", _LAYER_IDS)
+    ids = agreed({name: hf.get(name) for name in names}, reader="vLLM")
+    own = ("draft_vocab_size", "target_hidden_size")
+    return {**unnested("dflash", hf, own), _LAYER_IDS: ids}
+
+
+def num_drafts(hf: Mapping[str, Any]) -> int:
+    """Returns how many drafts a drafter was made for: by its block size, if it has one."""
+    block_size = _setting(hf, "block_size")
+    if block_size is not None:
+        check_at_least("dflash", 2, block_size=block_size)
+        return block_size - 1
+    return num_drafts_of(hf)
+
+
+def check_files(files: Collection[str]) -> None:
+    """Refuses a folder with weights that are not read."""
+    if "mask_embedding.pt" in files:
+        raise ValueError(
+            "dflash: the folder has mask_embedding.pt, an embedding of the mask token beside the "
+            "target's, which is not supported. Take another drafter: without it the mask rows of "
+            "this one mean nothing."
+        )
+
+
+def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -> BlockConfig:
+    """Reads the shape of a drafter.
+
+    Args:
+      hf: config.json, see `plain`.
+      names: tensors in the checkpoint, see `dflash.rename`.
+      target: the model that it drafts for.
+
+    Raises:
+      ValueError: a size is missing, an option is not supported, or the drafter does not fit the
+        target.
+    """
+    _refuse_unsupported(hf, names)
+    # Layers are Qwen3's whatever the target is; what they see is read by `_sights`.
+    forced: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
+    forced |= {"layer_types": None, "use_sliding_window": False, "sliding_window": None}
+    forced |= {"architectures": None}
+    ropes = (section(hf, "rope_parameters"), section(hf, "rope_scaling"), hf)
+    if all(place.get("rope_theta") is None for place in ropes):
+        forced["rope_theta"] = 1e6
+    decoder = ModelConfig.from_hf({**hf, **forced})
+    trained_for = size(hf, "num_target_layers", target.config.num_layers)
+    if trained_for != target.config.num_layers:
+        raise ValueError(
+            f"dflash: num_target_layers is {trained_for}, and the target has "
+            f"{target.config.num_layers} layers. Load the drafter with the target that it was "
+            "trained for."
+        )
+    target_size = size(hf, "target_hidden_size", decoder.hidden_size)
+    for name, got, wanted in (
+        ("vocab_size", decoder.vocab_size, target.config.vocab_size),
+        ("target_hidden_size (or hidden_size)", target_size, target.config.hidden_size),
+    ):
+        if got != wanted:
+            raise ValueError(
+                f"dflash: {name} is {got}, the target's {wanted}. Load the drafter with the target "
+                "that it was trained for."
+            )
+    draft_vocab_size = size(hf, "draft_vocab_size", decoder.vocab_size)
+    refine = None
+    sizes = {key: _setting(hf, key) for key in _REFINE}
+    if any(size is not None for size in sizes.values()):
+        check_at_least("dflash", 1, **sizes)
+        refine = RefineConfig(**{ours: sizes[key] for key, ours in _REFINE.items()})
+        if decoder.hidden_size % refine.group_size:
+            raise ValueError(
+                f"dflash: conv_group_size is {refine.group_size}, wanted a divisor of hidden_size, "
+                f"{decoder.hidden_size}. Take config.json and weights from the same model."
+            )
+    return BlockConfig(
+        decoder=decoder,
+        hidden_layers=_hidden_layers(hf, decoder.num_layers, target.config.num_layers),
+        target_size=target_size,
+        fuse=_switch(hf, "use_aux_hidden_state", True),
+        sights=_sights(hf, decoder.num_layers),
+        draft_vocab_size=draft_vocab_size,
+        refine=refine,
+    )
+
+
+def params(config: BlockConfig, checkpoint: Checkpoint, target: Model, dtype: DTypeLike) -> Params:
+    """Loads the weights; the embedding and the head are the target's own where they are the same.
+
+    Raises:
+      ValueError: tensors and config do not fit.
+    """
+    own: dict[str, np.ndarray] = {}
+    for name, tensor in checkpoint.tensors():
+        if dflash.rename(name) in (_EMBED, _HEAD, _IDS, _INVERSE):
+            own[dflash.rename(name)] = tensor
+    V, D, Vd = config.decoder.vocab_size, config.decoder.hidden_size, config.draft_vocab_size
+    shared_embed = target.params["embed"]
+    shared_head = target.params["embed" if target.config.tie_embeddings else "head"]
+    for name, shape, given in (
+        (_EMBED, (V, D), shared_embed.shape),
+        (_HEAD, (Vd, D), shared_head.shape),
+        (_IDS, (Vd,), None if Vd != V else (V,)),
+    ):
+        got = own[name].shape if name in own else given
+        if got != shape:
+            raise ValueError(
+                f"dflash: {name} is {'missing' if got is None else list(got)}, wanted "
+                f"{list(shape)} by config.json (vocab_size, draft_vocab_size, hidden_size); where "
+                "the checkpoint has none, it is the target's. Take weights and config.json from "
+                "the same model, and the target that it was trained for."
+            )
+    template = dflash.abstract_params(config, dtype)
+    del template["embed"], template["head"]
+    tensors = ((dflash.rename(name), tensor) for name, tensor in checkpoint.tensors())
+    with explained(lambda: reasons(config, checkpoint)):
+        loaded = assemble(template, dflash.rules(config), tensors)
+    loaded["embed"] = own_or_shared(own.get(_EMBED), shared_embed, dtype)
+    own_head = own.get(_HEAD)
+    if _IDS in own or _INVERSE in own:
+        tables = own.get(_IDS), own.get(_INVERSE)
+        ids, order = read_d2t("dflash", *tables, num_ids=Vd, vocab_size=V)
+        if order is not None and config.refine is not None:
+            raise ValueError(
+                "dflash: d2t gives the draft ids another order than the target's, which a "
+                "candidate_selector does not support. Take a drafter without one or the other."
+            )
+        if order is not None:
+            own_head = np.asarray(shared_head if own_head is None else own_head)[order]
+        if Vd < V:
+            loaded["target_ids"] = jnp.asarray(ids)
+    loaded["head"] = own_or_shared(own_head, shared_head, dtype)
+    return loaded
+
+
+def reasons(config: BlockConfig, checkpoint: Checkpoint) -> list[str]:
+    """Lists what config.json and tensors say differently, a sentence each."""
+    layer = section(checkpoint.config, "transformer_layer_config")
+    hf = {**layer, **checkpoint.config, "model_type": "qwen3"}
+    told = decoder_reasons(hf, config.decoder, checkpoint)
+    shapes = {name: list(tensor.shape) for name, tensor in checkpoint.tensors()}
+    D, refine = config.decoder.hidden_size, config.refine
+    ids = f"target_layer_ids (or {_LAYER_IDS}, or use_aux_hidden_state)"
+    wanted = {"fc.weight": (ids, [D, config.input_size] if config.fuse else "none")}
+    if refine is not None:
+        kernels = 2 * refine.num_taps * (D // refine.group_size)
+        wanted |= {
+            "attention_conv.base_kernel": ("conv_kernel_size", [2, refine.num_taps, D]),
+            "attention_conv.kernel_projection.weight": ("conv_group_size", [kernels, D]),
+            "selector.hidden_projection.weight": ("selector_rank", [refine.rank, D]),
+        }
+    for suffix, (key, shape) in wanted.items():
+        found = [name for name in shapes if name.endswith(suffix) and shapes[name] != shape]
+        if found:
+            told.append(f"{key} asks for {shape}, and {found[0]} is {shapes[found[0]]}.")
+    return told
+
+
+def _setting(hf: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Reads a setting of `dflash_config` or, where it is not there, of the top level.
+
+    An empty list of layers says nothing.
+    """
+    nested = {name: section(hf, name).get(key) for name in ("dflash_config", "eagle_config")}
+    places = {f"{name}.{key}": value for name, value in nested.items()} | {key: hf.get(key)}
+    if key in (_LAYER_IDS, "target_layer_ids"):
+        places = {place: None if value == [] else value for place, value in places.items()}
+    value = agreed(places, reader="vLLM")
+    return default if value is None else value
+
+
+def _switch(hf: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Reads a setting that is on or off."""
+    value = _setting(hf, key, default)
+    check_bool("dflash", **{key: value})
+    return value
+
+
+def _hidden_layers(
+    hf: Mapping[str, Any], num_layers: int, num_target_layers: int
+) -> tuple[HiddenId, ...]:
+    """Returns which hidden states of the target are fused: n = after n layers.
+
+    `target_layer_ids` count layers from 0 and mean what comes out of them: in [0 2], out (1, 3).
+    """
+    if not _switch(hf, "use_aux_hidden_state", True):
+        return ("norm",)
+    name, most, ids = _LAYER_IDS, num_target_layers, _setting(hf, _LAYER_IDS)
+    outputs = _setting(hf, "target_layer_ids")
+    if ids is None:
+        name, most, ids = "target_layer_ids", num_target_layers - 1, outputs
+    elif isinstance(outputs, list) and all(type(i) is int for i in outputs):
+        both = {_LAYER_IDS: ids, "target_layer_ids + 1": [i + 1 for i in outputs]}
+        agreed(both, reader="vLLM")
+    if ids is None:
+        # Spread evenly from the second layer to the fourth last.
+        first, span = 1, num_target_layers - 4
+        steps = num_layers - 1
+        ids = [round(first + i * span / steps) for i in range(num_layers)] if steps else None
+        ids = ids or [num_target_layers // 2]
+    known = isinstance(ids, list | tuple) and all(type(i) is int and 0 <= i <= most for i in ids)
+    if not known:
+        raise ValueError(
+            f"dflash: {name} is {ids!r}, wanted layers from 0 to {most}. Load the drafter with the "
+            "target that it was trained for."
+        )
+    return tuple(ids) if most == num_target_layers else tuple(i + 1 for i in ids)
+
+
+def _sights(hf: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
+    """Returns what rows see in each layer.
+
+    A window: in layers that `layer_types` calls sliding, in all where `use_swa` is set and none is.
+    Causal: by `is_causal`, else by `causal`, else where `layer_types` calls a layer sliding.
+    """
+    kinds = layer_kinds({**hf, "model_type": "qwen3"}, num_layers)
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    windowed = sliding
+    if not any(sliding) and _switch(hf, "use_swa", False):
+        windowed = [True] * num_layers
+    window = _setting(hf, "swa_window_size")
+    if any(windowed):
+        if hf.get("use_sliding_window") is not False and (window is None or any(sliding)):
+            places = {"swa_window_size": window, "sliding_window": hf.get("sliding_window")}
+            window = agreed(places, reader="vLLM")
+        if window is None:
+            raise ValueError(
+                f"dflash: layers slide (layer_types {kinds}, or use_swa), and a window is missing: "
+                f"use_sliding_window is {hf.get('use_sliding_window')}, sliding_window is "
+                f"{hf.get('sliding_window')} and swa_window_size is missing. Set "
+                "dflash_config.swa_window_size in config.json."
+            )
+        check_at_least("dflash", 1, sliding_window=window)
+        window = min(window, _WIDEST)
+    causal = section(hf, "dflash_config").get("causal")
+    places = {"is_causal": hf.get("is_causal"), "causal": causal}
+    check_bool("dflash", **{key: value for key, value in places.items() if value is not None})
+    forced = agreed(places, reader="vLLM")
+    return tuple(
+        Sight(
+            causal=slides if forced is None else forced,
+            window=window if has_window else None,
+        )
+        for slides, has_window in zip(sliding, windowed, strict=True)
+    )
+
+
+def _refuse_unsupported(hf: Mapping[str, Any], names: Collection[str]) -> None:
+    settings = section(hf, "dflash_config")
+    for key, neutral in _NEUTRAL.items():
+        for value in (settings.get(key), hf.get(key)):
+            if value not in neutral:
+                raise ValueError(
+                    f"dflash: {key} is {value!r}, which is not supported, wanted {neutral[-1]!r}. "
+                    "Take another drafter."
+                )
+    unknown = sorted(
+        key
+        for key, value in settings.items()
+        if value is not None and key not in _SETTINGS and key not in _NEUTRAL
+    )
+    if unknown:
+        raise ValueError(
+            f"dflash: dflash_config has {unknown}, which is not supported, wanted some of "
+            f"{sorted(_SETTINGS)}. Take another drafter."
+        )
+    named = architectures(hf)
+    if any("Beam" in name for name in named):
+        raise ValueError(
+            f"dflash: architectures {named} pick candidates by beam search, which is not "
+            "supported, wanted DFlashDraftModel or DFlash2DraftModel. Take another drafter."
+        )
+    if any("mask_hidden" in name for name in names):
+        raise ValueError(
+            "dflash: the checkpoint has mask_hidden, which no DFlash drafter reads: its mask rows "
+            "are embeddings. Load the folder by the method that it was trained for."
+        )

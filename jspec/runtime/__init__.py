@@ -1,0 +1,1 @@
+"""The decode loop: scheduling, the target's pass, policies of draft length, measurements."""

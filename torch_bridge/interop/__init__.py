@@ -1,0 +1,1 @@
+"""Tensors between torch and JAX: DLPack, packed transfers, checks."""

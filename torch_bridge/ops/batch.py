@@ -1,0 +1,273 @@
+"""vLLM's helpers for attention metadata, on tensors of torch.
+
+Source: vLLM v1/spec_decode/utils.py.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from jaxtyping import Array
+
+from jspec import metadata
+from jspec.metadata import CommonAttentionMetadata, next_power_of_2
+from jspec.pallas._dispatch import check_sizes
+from torch_bridge.interop.checks import check_tensors, of_metadata
+from torch_bridge.interop.metadata import changed
+from torch_bridge.ops.run import Arrays, page_table, run
+
+
+def compute_new_slot_mapping(
+    cad: Any,
+    new_positions: torch.Tensor,
+    is_rejected_token_mask: torch.Tensor,
+    block_size: int,
+    num_new_tokens: int,
+    max_model_len: int,
+) -> torch.Tensor:
+    """Looks up the cache slots of a pass whose requests each got more rows.
+
+    The table is read flat, as recorded: where it is too narrow for a position, the next request's
+    row answers. Trailing requests without rows are padding, and get none.
+
+    Args:
+      cad: before the rows were added; `num_reqs`, `query_start_loc` and `block_table_tensor` are
+        read.
+      new_positions: int [T + B * num_new_tokens].
+      is_rejected_token_mask: bool, of the same rows; True for rows that store nothing.
+      block_size: slots per page.
+      num_new_tokens: rows that each request got beyond its query length.
+      max_model_len: positions at or above it are not stored.
+
+    Returns:
+      int64 slots; -1 for rows that store nothing.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit; named.
+
+    Source: vLLM v1/spec_decode/utils.py, of the same name.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> cad = SimpleNamespace(num_reqs=1, query_start_loc=torch.tensor([0, 1]),
+      ...                       block_table_tensor=torch.tensor([[2, 5]]))
+      >>> positions, rejected = torch.tensor([5, 6, 7, 8]), torch.zeros(4, dtype=torch.bool)
+      >>> compute_new_slot_mapping(cad, positions, rejected, 4, 3, 8)
+      tensor([21, 22, 23, -1])
+    """
+    op = "compute_new_slot_mapping"
+    query_start = of_metadata(op, cad, "query_start_loc", 1)
+    B = query_start.shape[0] - 1
+    check_sizes(op, block_size=block_size, max_model_len=max_model_len)
+    check_sizes(op, 0, num_new_tokens=num_new_tokens)
+    _, sizes = check_tensors(op, {"new_positions": (new_positions, "long R")})
+    num_rows = sizes["R"] - B * num_new_tokens
+    if num_rows < 0:
+        raise ValueError(
+            f"{op}: `new_positions` has {sizes['R']} entries for {B} requests that each got "
+            f"{num_new_tokens} rows, wanted one for each row. Pass the rows of the new layout."
+        )
+    capacity = next_power_of_2(num_rows) + num_new_tokens * next_power_of_2(B)
+    (slots,) = run(
+        op,
+        _new_slots,
+        {
+            "query_start_loc": (query_start, "int B+1"),
+            "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
+            "new_positions": (new_positions, "long R"),
+            "is_rejected_token_mask": (is_rejected_token_mask, "bool R"),
+        },
+        ((sizes["R"], torch.int64),),
+        capacity={"R": capacity},
+        page_size=block_size,
+        num_new_tokens=num_new_tokens,
+        max_model_len=max_model_len,
+    )
+    return slots
+
+
+def _new_slots(
+    arrays: Arrays, *, impl: str, page_size: int, num_new_tokens: int, max_model_len: int
+) -> tuple[Array]:
+    del impl  # there is one
+    added = arrays["live"].shape[0] * num_new_tokens
+    return (
+        metadata.compute_new_slot_mapping(
+            metadata_of(arrays, arrays["new_positions"].shape[0] - added),
+            arrays["new_positions"],
+            arrays["is_rejected_token_mask"],
+            page_size,
+            num_new_tokens,
+            max_model_len,
+        ),
+    )
+
+
+def extend_all_queries_by_N(
+    common_attn_metadata: Any, N: int, arange: torch.Tensor | None, new_slot_mapping: torch.Tensor
+) -> Any:
+    """Adds rows to every request; trailing requests without rows are padding, and stay so.
+
+    Args:
+      common_attn_metadata: is not written to.
+      N: rows to add to each request.
+      arange: not read; the argument is there for vLLM's signature.
+      new_slot_mapping: int64 [T + B * N] slots of all rows.
+
+    Returns:
+      New metadata of the same class; lengths are not bounded by the model's. As in the original,
+      fields other than the lengths, starts, counts and slots stay as they are: copies of the
+      lengths on the host (`seq_lens_cpu_upper_bound` and alike) then lack the N rows.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit; named.
+
+    Source: vLLM v1/spec_decode/utils.py, of the same name.
+    """
+    del arange
+    cad, op = common_attn_metadata, "extend_all_queries_by_N"
+    check_sizes(op, 0, N=N)
+    query_start, host = of_metadata(op, cad, "query_start_loc", 1), host_starts(op, cad)
+    B = query_start.shape[0] - 1
+    start, seq_lens = run(
+        op,
+        _extended,
+        {
+            "query_start_loc": (query_start, "int B+1"),
+            "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
+        },
+        ((B + 1, torch.int32), (B, torch.int32)),
+        num_new_tokens=N,
+    )
+    return extended(cad, host, N, start, seq_lens, new_slot_mapping)
+
+
+def _extended(arrays: Arrays, *, impl: str, num_new_tokens: int) -> tuple[Array, Array]:
+    del impl  # there is one
+    slots = jnp.zeros(arrays["live"].shape[0] * num_new_tokens, jnp.int32)
+    new = metadata.extend_all_queries_by_N(metadata_of(arrays, 0), num_new_tokens, slots)
+    return new.query_start, new.seq_lens
+
+
+def host_starts(op: str, cad: Any) -> torch.Tensor:
+    """Returns the metadata's copy of `query_start_loc` on the host, int [B + 1].
+
+    Raises:
+      TypeError, ValueError: it does not fit.
+    """
+    name = "query_start_loc_cpu"
+    host = of_metadata(op, cad, name, 1)
+    check_tensors(op, {name: (host, "int B+1")}, torch.device("cpu"))
+    return host
+
+
+def extended(
+    cad: Any,
+    host: torch.Tensor,
+    num_new_tokens: int,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> Any:
+    """Puts what was extended on the device into new metadata, and its host copies beside it."""
+    num_live = int((host[:-1] < host[-1:]).sum())
+    added = torch.arange(host.shape[0], dtype=host.dtype, device=host.device)
+    added = added.clamp(max=num_live) * num_new_tokens
+    return changed(
+        cad,
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=host + added,
+        seq_lens=seq_lens,
+        num_actual_tokens=cad.num_actual_tokens + num_live * num_new_tokens,
+        max_query_len=cad.max_query_len + num_new_tokens,
+        max_seq_len=cad.max_seq_len + num_new_tokens,
+        slot_mapping=slot_mapping,
+    )
+
+
+def update_num_computed_tokens_for_batch_change(
+    num_computed_tokens: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    prev_positions: torch.Tensor,
+    valid_sampled_token_count: torch.Tensor,
+    prev_num_draft_tokens: torch.Tensor,
+    cpu_num_computed_tokens: torch.Tensor,
+) -> None:
+    """Brings the counts of the batch before into the order of this one, in place.
+
+    Args:
+      num_computed_tokens: int [B] or longer; of the batch before, written over with this one's
+        counts. Entries from B on stay.
+      num_accepted_tokens: int [B], written.
+      prev_positions: int [B] index of each request in the batch before; negative if new.
+      valid_sampled_token_count: int, tokens that each request of the batch before kept.
+      prev_num_draft_tokens: int, drafts that it had verified; 0 means the host's count is right.
+      cpu_num_computed_tokens: int [B] the host's counts of this batch, on the device.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit; named, and nothing is written.
+
+    Source: vLLM v1/spec_decode/utils.py, of the same name.
+
+    Example:
+      >>> computed, accepted = torch.tensor([50, 60, 70, 80]), torch.tensor([1, 1, 1])
+      >>> update_num_computed_tokens_for_batch_change(
+      ...     computed, accepted, torch.tensor([2, -1, 0]), torch.tensor([1, 2, 3, 4]),
+      ...     torch.tensor([0, 3, 3, 3]), torch.tensor([999, 5, 51]))
+      >>> computed.tolist(), accepted.tolist()
+      ([73, 5, 51, 80], [3, 1, 1])
+    """
+    op = "update_num_computed_tokens_for_batch_change"
+    tensors = {
+        "prev_positions": (prev_positions, "long B"),
+        "num_accepted_tokens": (num_accepted_tokens, "int B"),
+        "cpu_num_computed_tokens": (cpu_num_computed_tokens, "int B"),
+        "num_computed_tokens": (num_computed_tokens, "int R"),
+        "valid_sampled_token_count": (valid_sampled_token_count, "int S"),
+        "prev_num_draft_tokens": (prev_num_draft_tokens, "int U"),
+    }
+    _, sizes = check_tensors(op, tensors)
+    B = sizes["B"]
+    if sizes["R"] < B:
+        raise ValueError(
+            f"{op}: `num_computed_tokens` has {sizes['R']} entries, wanted {B} or more. Pass the "
+            "whole buffer."
+        )
+    capacity = next_power_of_2(max(sizes.values()))
+    computed, accepted = run(
+        op,
+        _batch_change,
+        tensors,
+        ((B, torch.int32), (B, torch.int32)),
+        capacity=dict.fromkeys("RSU", capacity),
+    )
+    num_computed_tokens[:B].copy_(computed)
+    num_accepted_tokens.copy_(accepted)
+
+
+def _batch_change(arrays: Arrays, *, impl: str) -> tuple[Array, Array]:
+    del impl  # there is one
+    return metadata.update_num_computed_tokens_for_batch_change(
+        arrays["num_computed_tokens"],
+        arrays["num_accepted_tokens"],
+        arrays["prev_positions"],
+        arrays["valid_sampled_token_count"],
+        # Behind the batch before lies no request, and so none that had drafts.
+        jnp.where(arrays["live_U"] & arrays["live_S"], arrays["prev_num_draft_tokens"], 0),
+        arrays["cpu_num_computed_tokens"],
+    )
+
+
+def metadata_of(arrays: Arrays, num_rows: int) -> CommonAttentionMetadata:
+    """Makes jspec's metadata of a padded batch; the counts, which the host keeps, are 0."""
+    num_requests = arrays["live"].shape[0]
+    zero, table = jnp.int32(0), jnp.zeros((num_requests, 1), jnp.int32)
+    return CommonAttentionMetadata(
+        query_start=arrays["query_start_loc"],
+        seq_lens=arrays.get("seq_lens", jnp.zeros(num_requests, jnp.int32)),
+        block_table=page_table(arrays) if "block_table_tensor" in arrays else table,
+        slots=jnp.zeros(num_rows, jnp.int32),
+        num_tokens=zero,
+        max_query_len=zero,
+        max_seq_len=zero,
+    )

@@ -1,0 +1,201 @@
+"""vLLM's index kernels that keep a step's rows, on tensors of torch.
+
+Source: vLLM v1/spec_decode/utils.py.
+"""
+
+from typing import Any
+
+import torch
+
+from jspec.metadata import PADDING_SLOT_ID
+from jspec.pallas import eagle_step, next_token, sample_index
+from jspec.pallas._dispatch import check_sizes
+from torch_bridge.interop.checks import check_long_enough, check_tensors, first_rows
+from torch_bridge.ops.run import Arrays, run
+
+
+def eagle_step_update_slot_mapping_and_metadata(
+    positions_1d: torch.Tensor,
+    block_table_tensor: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    max_model_len: int,
+    out_clamped_positions: torch.Tensor,
+    out_slot_mapping: torch.Tensor,
+    input_batch_size: int | None = None,
+) -> None:
+    """Advances each request by one token, in place: its position, the slot of its KV, its length.
+
+    A request whose next position is not below `max_model_len` gets position 0, slot -1 and length
+    1; fed back, that position counts up through real slots, as in the original.
+
+    Args:
+      positions_1d: int [B] place of the token just drafted from; row 0 of the three for M-RoPE.
+      block_table_tensor: int [B, M] pages, or more rows; a view of a wider table will do. Past the
+        table its last column answers.
+      seq_lens: int [B] or longer; KV length before the step, written over with that after it.
+      block_size: slots per page.
+      max_model_len: positions a request may have.
+      out_clamped_positions: int [B] or longer, written; may be `positions_1d` itself.
+      out_slot_mapping: int [input_batch_size] or longer, written; -1 from B on.
+      input_batch_size: B with the padding of CUDA graphs; B if None.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit; named, and nothing is written.
+
+    Source: vLLM v1/spec_decode/utils.py, of the same name.
+
+    Example:
+      >>> positions, table = torch.tensor([6, 15, 30]), torch.tensor([[4, 9, 2, 7]] * 3)
+      >>> lengths, slots = positions + 1, torch.zeros(4, dtype=torch.int64)
+      >>> eagle_step_update_slot_mapping_and_metadata(
+      ...     positions, table, lengths, 8, 31, positions, slots, input_batch_size=4)
+      >>> positions.tolist(), slots.tolist(), lengths.tolist()
+      ([7, 16, 0], [39, 16, -1, -1], [8, 17, 1])
+    """
+    op = "eagle_step_update_slot_mapping_and_metadata"
+    device, sizes = check_tensors(op, {"positions_1d": (positions_1d, "long B")})
+    num_requests = sizes["B"]
+    num_rows = num_requests if input_batch_size is None else input_batch_size
+    check_sizes(op, num_requests, input_batch_size=num_rows)
+    check_sizes(op, block_size=block_size, max_model_len=max_model_len)
+    outputs = (
+        ("seq_lens", seq_lens, num_requests),
+        ("out_clamped_positions", out_clamped_positions, num_requests),
+        ("out_slot_mapping", out_slot_mapping, num_rows),
+    )
+    for name, tensor, size in outputs:
+        check_long_enough(op, name, tensor, "int", size, device)
+    table = block_table_tensor
+    if isinstance(table, torch.Tensor):
+        table = table[:num_requests]
+    position, slot, length = run(
+        op,
+        _eagle_step,
+        {
+            "positions_1d": (positions_1d, "long B"),
+            "block_table_tensor": (table, "int B M"),
+            "seq_lens": (seq_lens[:num_requests], "int B"),
+        },
+        ((num_requests, torch.int32),) * 3,
+        page_size=block_size,
+        max_model_len=max_model_len,
+    )
+    out_clamped_positions[:num_requests].copy_(position)
+    out_slot_mapping[:num_requests].copy_(slot)
+    out_slot_mapping[num_requests:num_rows].fill_(PADDING_SLOT_ID)
+    seq_lens[:num_requests].copy_(length)
+
+
+def _eagle_step(arrays: Arrays, **static: Any) -> tuple[Any, ...]:
+    names = "positions_1d", "block_table_tensor", "seq_lens"
+    return eagle_step(*(arrays[name] for name in names), **static)
+
+
+def eagle_prepare_inputs_padded(
+    cu_num_draft_tokens: torch.Tensor,
+    valid_sampled_tokens_count: torch.Tensor,
+    query_start_loc: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finds each request's last accepted row, and counts the rejected rows after it.
+
+    A request that had drafts and keeps no token (count 0) gets the row before its first, -1 for the
+    first request, as recorded.
+
+    Args:
+      cu_num_draft_tokens: int [B] drafts verified up to and including each request.
+      valid_sampled_tokens_count: int [B] or longer; tokens that each request keeps.
+      query_start_loc: int [B + 1] first row of each request, and the end of the last.
+
+    Returns:
+      (token_indices_to_sample, num_rejected_tokens): int32 [B] each.
+
+    Raises:
+      TypeError, ValueError: a tensor does not fit; named.
+
+    Source: vLLM v1/spec_decode/utils.py, eagle_prepare_inputs_padded_kernel.
+
+    Example:
+      >>> eagle_prepare_inputs_padded(
+      ...     torch.tensor([3, 3, 5]), torch.tensor([2, 1, 3]), torch.tensor([0, 4, 10, 13]))
+      (tensor([ 1,  9, 12], dtype=torch.int32), tensor([2, 0, 0], dtype=torch.int32))
+    """
+    op = "eagle_prepare_inputs_padded"
+    device, sizes = check_tensors(op, {"cu_num_draft_tokens": (cu_num_draft_tokens, "int B")})
+    count = valid_sampled_tokens_count
+    count = first_rows(op, "valid_sampled_tokens_count", count, "int", sizes["B"], device)
+    index, num_rejected = run(
+        op,
+        _prepare_inputs_padded,
+        {
+            "cu_num_draft_tokens": (cu_num_draft_tokens, "int B"),
+            "valid_sampled_tokens_count": (count, "int B"),
+            "query_start_loc": (query_start_loc, "int B+1"),
+        },
+        ((sizes["B"], torch.int32),) * 2,
+    )
+    return index, num_rejected
+
+
+def _prepare_inputs_padded(arrays: Arrays, **static: Any) -> tuple[Any, ...]:
+    names = "cu_num_draft_tokens", "valid_sampled_tokens_count", "query_start_loc"
+    return sample_index(*(arrays[name] for name in names), **static)
+
+
+def eagle_prepare_next_token_padded(
+    sampled_token_ids: torch.Tensor,
+    discard_request_mask: torch.Tensor,
+    backup_next_token_ids: torch.Tensor,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Picks the token each request continues from, and counts the tokens it keeps.
+
+    An id counts unless it is -1 or at least `vocab_size`.
+
+    Args:
+      sampled_token_ids: int [B, W] verified tokens; -1 after the last kept one.
+      discard_request_mask: bool [B] or longer; True for a request whose tokens do not count.
+      backup_next_token_ids: int [B] or longer; the token of a request that keeps none.
+      vocab_size: ids from here on do not count.
+
+    Returns:
+      (next_token_ids, valid_sampled_tokens_count): int32 [B] each.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit; named.
+
+    Source: vLLM v1/spec_decode/utils.py, eagle_prepare_next_token_padded_kernel.
+
+    Example:
+      >>> sampled, backup = torch.tensor([[5, 7, -1], [-1, -1, -1]]), torch.tensor([70, 71])
+      >>> eagle_prepare_next_token_padded(sampled, torch.tensor([False, False]), backup, 100)
+      (tensor([ 7, 71], dtype=torch.int32), tensor([2, 0], dtype=torch.int32))
+    """
+    op = "eagle_prepare_next_token_padded"
+    device, sizes = check_tensors(op, {"sampled_token_ids": (sampled_token_ids, "int B W")})
+    num_requests = sizes["B"]
+    check_sizes(op, vocab_size=vocab_size)
+    discard, backup = (
+        first_rows(op, name, tensor, kind, num_requests, device)
+        for name, tensor, kind in (
+            ("discard_request_mask", discard_request_mask, "bool"),
+            ("backup_next_token_ids", backup_next_token_ids, "int"),
+        )
+    )
+    token, count = run(
+        op,
+        _prepare_next_token_padded,
+        {
+            "sampled_token_ids": (sampled_token_ids, "int B W"),
+            "discard_request_mask": (discard, "bool B"),
+            "backup_next_token_ids": (backup, "int B"),
+        },
+        ((num_requests, torch.int32),) * 2,
+        vocab_size=vocab_size,
+    )
+    return token, count
+
+
+def _prepare_next_token_padded(arrays: Arrays, **static: Any) -> tuple[Any, ...]:
+    names = "sampled_token_ids", "discard_request_mask", "backup_next_token_ids"
+    return next_token(*(arrays[name] for name in names), **static)

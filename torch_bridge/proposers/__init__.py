@@ -1,0 +1,1 @@
+"""Drafters with the classes and signatures of vLLM's."""

@@ -1,0 +1,414 @@
+"""What the classes with weights have in common: configuration, loading, pages, memory."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Array, Int32
+
+import jspec
+from jspec import proposers
+from jspec.proposers.base import Reads
+from jspec.proposers.fitting import check_params
+from jspec.state import Memory, Params
+from torch_bridge.interop.checks import check_tensors, layout_of
+from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, jax_device, placement
+from torch_bridge.interop.packing import Layout, Packer, Plan, forms
+from torch_bridge.proposers import weights
+from torch_bridge.proposers.settings import Settings, read, refuse_context_parallelism, torch_device
+
+_MOST_PLANS = 4096  # one for each combination of sizes that came
+
+
+class DeviceProposer:
+    """A drafter of jspec behind the methods that vLLM's runner calls.
+
+    Args:
+      vllm_config: read by attribute; see `torch_bridge.proposers.settings`.
+      device: of the tensors that `propose` gets and returns.
+      runner: not used; the argument is there for vLLM's signature.
+
+    Attributes:
+      num_speculative_tokens: most drafts a request gets (K).
+      block_size: slots per page; -1 until the KV cache is known.
+      kv_cache_gid: group of KV pages that the drafter's block table is for; likewise.
+      config: the drafter's config; None until `load_model`.
+
+    Raises:
+      ValueError: the configuration lacks something, or is of another method. NotImplementedError:
+        it asks for what this drafter does not do. RuntimeError: JAX has no such device.
+    """
+
+    methods: tuple[str, ...] = ()
+    has_pages = True
+    _frames = 7  # between a warning of compilation and who called `propose`
+
+    def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
+        del runner
+        owner = type(self).__name__
+        self.vllm_config = vllm_config
+        self.settings = Settings.of(vllm_config, owner)
+        self.method = self.settings.method
+        if self.method not in self.methods:
+            raise ValueError(
+                f"{owner}: `speculative_config.method` is {self.method!r}, wanted "
+                f"{' or '.join(map(repr, self.methods))}. Take the class of that method."
+            )
+        _check_supported(owner, vllm_config, self.has_pages)
+        self.num_speculative_tokens = self.settings.num_drafts
+        self.max_model_len = self.settings.max_model_len
+        self.device = torch_device(device, owner)
+        self.block_size = self.kv_cache_gid = -1
+        self.supports_mm_inputs = False
+        self.config: Any = None
+        check_preallocation(self.device)
+        self._jax_device = jax_device(self.device)
+        self._placed = placement(self._jax_device)
+        self._packer = Packer(self.device, owner)
+        self._params: Params = None
+        self._memory: Memory = None
+        self._num_pages = 0
+        self._reads = Reads()
+        self._executables: dict[Any, Callable[..., Any]] = {}
+        self._plans: dict[Any, tuple[Plan, Callable[..., Any]]] = {}
+        self._captured: set[Any] = set()  # executables that smaller steps may take as well
+        self._compiling: Literal["no", "run", "capture"] = "no"
+        self._warns = False
+
+    @property
+    def eagle3_use_aux_hidden_state(self) -> bool:
+        """Whether `target_hidden_states` are those of several layers, side by side."""
+        if self.config is None:
+            return self.method in ("eagle3", "dflash")
+        return self._reads.hidden_layers not in ((), ("norm",))
+
+    def load_model(self, target_model: torch.nn.Module | str | PathLike[str]) -> None:
+        """Loads the drafter that `speculative_config.draft_model_config.model` names.
+
+        Args:
+          target_model: the target, whose embedding and head the drafter shares where its own
+            checkpoint has none or the same: a torch module (on the drafter's device, without a
+            copy), or the path of a checkpoint.
+
+        Raises:
+          AttributeError: the module has no embedding. ValueError: the checkpoint is not for this
+            target, or not of this method.
+        """
+        check_not_forked()
+        owner = type(self).__name__
+        path = read(self.vllm_config, "speculative_config.draft_model_config.model", owner=owner)
+        target = weights.target_of(target_model, self.vllm_config, self.device, owner=owner)
+        options = self._load_options(owner)
+        with self._placed():
+            drafter = jspec.load(
+                path,
+                target=target,
+                method=self.method,
+                num_drafts=self.settings.num_drafts,
+                **options,
+            )
+        self.set_drafter(drafter.config, drafter.params)
+
+    def set_drafter(self, config: Any, params: Params) -> None:
+        """Takes a drafter that is in memory in the place of one from disk.
+
+        Args:
+          config: of one of the methods of this class.
+          params: its weights, on the drafter's device.
+
+        Raises:
+          ValueError: the config is of another method or drafts another number of tokens, or the
+            params do not fit it. TypeError: they are no nested dict of arrays.
+        """
+        owner, name = type(self).__name__, proposers.of(config).name
+        if name not in self.methods or config.num_drafts != self.settings.num_drafts:
+            raise ValueError(
+                f"{owner}: `config` is {name} with num_drafts {config.num_drafts}, wanted "
+                f"{' or '.join(self.methods)} with {self.settings.num_drafts}. Make it with the "
+                "method and num_speculative_tokens of the speculative config."
+            )
+        check_params(owner, config, params)
+        self.config, self._params, self._memory = config, params, None
+        self._reads = proposers.of(config).reads(config)
+        self._forget_executables()
+
+    def initialize_attn_backend(
+        self, kv_cache_config: Any, kernel_block_sizes: list[int] | None = None
+    ) -> None:
+        """Takes the number and the size of KV pages from vLLM's KV cache configuration.
+
+        The drafter has attention of its own: no backend is made. It allocates as many pages as the
+        target has, to which the same block tables point.
+
+        Args:
+          kv_cache_config: `num_blocks` and `kv_cache_groups[0].kv_cache_spec.block_size` are read.
+          kernel_block_sizes: slots per page by group, where block tables count smaller pages.
+
+        Raises:
+          ValueError: a size is missing, or pages of it do not fill the blocks.
+        """
+        owner = type(self).__name__
+        num_pages, groups = (
+            read(kv_cache_config, name, owner=owner, of="kv_cache_config")
+            for name in ("num_blocks", "kv_cache_groups")
+        )
+        if not groups:
+            raise ValueError(
+                f"{owner}: `kv_cache_config.kv_cache_groups` is empty, wanted the target's group. "
+                "Pass the configuration that vLLM made for the target."
+            )
+        first = "kv_cache_config.kv_cache_groups[0]"
+        block_size = read(groups[0], "kv_cache_spec.block_size", owner=owner, of=first)
+        page_size = kernel_block_sizes[0] if kernel_block_sizes else block_size
+        if page_size < 1 or num_pages * block_size % page_size:
+            raise ValueError(
+                f"{owner}: `kernel_block_sizes` is {kernel_block_sizes}, wanted sizes that divide "
+                f"the {num_pages} blocks of {block_size} slots evenly. Pass what vLLM's runner "
+                "passes, or None for pages of that size."
+            )
+        self.kv_cache_gid = 0
+        self._set_pages(num_pages * block_size // page_size, page_size)
+
+    def initialize_cudagraph_keys(self, cudagraph_mode: Any = None) -> None:
+        """Does nothing: JAX's executables are captured in command buffers by XLA itself."""
+
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        """Takes the KV pages from the configuration: no layer of the drafter's is among vLLM's."""
+        self.initialize_attn_backend(kv_cache_config)
+
+    def warmup(self) -> None:
+        """Compiles what steps of every size run, up to `max_num_batched_tokens` rows.
+
+        For runners that do not call `dummy_run` for all sizes; no step compiles afterwards. To be
+        called when weights and KV pages are known.
+
+        Raises:
+          RuntimeError: no weights are loaded. ValueError: the number of pages is not known.
+        """
+        self._ready()
+        most = self.settings.max_rows
+        for i in range((most - 1).bit_length() + 1):
+            self.dummy_run(min(1 << i, most), is_graph_capturing=True)
+
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: Any = None,
+    ) -> None:
+        """Compiles what steps of so many rows run; does nothing before weights and pages are known.
+
+        With a `num_speculative_tokens_per_batch_size`, every number of drafts that it has as well.
+
+        Args:
+          num_tokens: rows of a step; Medusa's has one for each request.
+          is_graph_capturing: smaller steps that have no executable of their own run this one.
+          use_cudagraphs, slot_mappings: not used.
+        """
+        del use_cudagraphs, slot_mappings
+        if self._can_compile:
+            self._ready()
+            with self._dummy_run(is_graph_capturing):
+                self._run_empty(num_tokens)
+
+    def _run_empty(self, num_tokens: int) -> None:
+        """Runs a step of so many rows without a request in it."""
+        raise NotImplementedError
+
+    @property
+    def _can_compile(self) -> bool:
+        """Whether weights and KV pages are known: vLLM profiles before they are."""
+        owner, name = type(self).__name__, "cache_config.num_gpu_blocks"
+        num_pages = self._num_pages or read(self.vllm_config, name, 0, owner=owner)
+        return self.config is not None and (num_pages > 0 or not self.has_pages)
+
+    def _ready(self) -> None:
+        """Allocates the KV pages, at the first step that needs them."""
+        if self._memory is not None:
+            return
+        owner = type(self).__name__
+        if self.config is None:
+            raise RuntimeError(
+                f"{owner}: no drafter is loaded. Call load_model(target_model) first."
+            )
+        if not self.has_pages:
+            self._set_pages(1, 1)
+        elif not self._num_pages:
+            num_pages = read(self.vllm_config, "cache_config.num_gpu_blocks", owner=owner)
+            self._set_pages(
+                num_pages, read(self.vllm_config, "cache_config.block_size", owner=owner)
+            )
+        cache = jspec.CacheConfig(
+            num_pages=self._num_pages,
+            page_size=self.block_size,
+            max_model_len=self.max_model_len,
+            dtype=str(self._dtype()).removeprefix("torch."),
+        )
+        with self._placed():
+            state = jspec.init(
+                self.config, self._params, cache=cache, max_requests=self.settings.max_requests
+            )
+        self._params, self._memory = state.params, state.memory
+
+    def _pack(
+        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...] = ()
+    ) -> tuple[Int32[Array, "words"], Callable[..., Any]]:
+        """Packs a step's tensors; checks and lays out those of new forms first.
+
+        Args:
+          tensors: of the step, in the order that `_plan` lays them out in.
+          static: what else the executable depends on.
+
+        Returns:
+          (words, executable).
+        """
+        key = static, forms(tensors)
+        planned = self._plans.get(key)
+        if planned is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            planned = self._plans[key] = self._plan(tensors, static)
+        plan, executable = planned
+        return self._packer.pack(plan, tensors), executable
+
+    def _plan(
+        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
+    ) -> tuple[Plan, Callable[..., Any]]:
+        """Checks tensors, and returns their plan and the executable of their bucket."""
+        raise NotImplementedError
+
+    def _laid_out(
+        self,
+        named: Mapping[str, tuple[torch.Tensor, str]],
+        bucket: Mapping[str, int],
+        make: Callable[..., Any],
+        static: tuple[Any, ...] = (),
+    ) -> tuple[Plan, Callable[..., Any]]:
+        """Checks tensors of the forms that are given, and plans them for a bucket.
+
+        Args:
+          named: name to (tensor, form); see `check_tensors`.
+          bucket: what first axes are padded to, by letter.
+          make: makes the executable of a layout: (config, layout, *static).
+          static: what else it depends on.
+        """
+        owner, reads = type(self).__name__, self._reads
+        _, sizes = check_tensors(owner, named, self.device)
+        if "target_hidden_states" in named:
+            shape = tuple(named["target_hidden_states"][0].shape)
+            if shape[1] != reads.hidden_size:
+                raise ValueError(
+                    f"{owner}: `target_hidden_states` has shape {shape}, wanted "
+                    f"{(shape[0], reads.hidden_size)}: the target's states "
+                    f"{list(reads.hidden_layers)} side by side (n = after n layers), a row for "
+                    "each token."
+                )
+        key = layout_of(named, bucket), static
+        if key not in self._executables and self._compiling == "no":
+            key = self._captured_for(*key, sizes) or key
+        layout, static = key
+        plan = self._packer.plan(layout, {name: x for name, (x, _) in named.items()}, sizes)
+        if key not in self._executables:
+            self._warn_of_compilation(named)
+            self._executables[key] = make(self.config, layout, *static)
+        if self._compiling == "capture":
+            self._captured.add(key)
+        return plan, self._executables[key]
+
+    def _captured_for(
+        self, wanted: Layout, static: tuple[Any, ...], sizes: Mapping[str, int]
+    ) -> Any:
+        """Returns the smallest captured executable that a step fits in; None if there is none."""
+        fitting = [
+            (layout, drafts)
+            for layout, drafts in self._captured
+            if layout.fields == wanted.fields
+            and drafts >= static
+            and all(sizes[letter] <= most for letter, most in layout.capacity)
+        ]
+        return min(fitting, key=lambda key: (key[0].num_words, key[1]), default=None)
+
+    @contextlib.contextmanager
+    def _dummy_run(self, captures: bool) -> Iterator[None]:
+        """Compiles what is missing, in silence."""
+        before, self._compiling = len(self._executables), "capture" if captures else "run"
+        try:
+            yield
+        finally:
+            self._compiling = "no"
+            if len(self._executables) > before:
+                self._plans.clear()  # what ran in a larger size may have one of its own now
+                self._warns = True
+
+    def _warn_of_compilation(self, named: Mapping[str, tuple[torch.Tensor, str]]) -> None:
+        """Says once that a step waits for the compiler though others were compiled before."""
+        if not self._warns or self._compiling != "no":
+            return
+        self._warns = False
+        shapes = ", ".join(
+            f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            for name, (tensor, _) in named.items()
+        )
+        warnings.warn(
+            f"{type(self).__name__}: a step compiles while it is waited for: {shapes}. Call "
+            "warmup(), or dummy_run for so many rows, before the first request. Further ones are "
+            "not reported.",
+            UserWarning,
+            stacklevel=self._frames,
+        )
+
+    def _set_pages(self, num_pages: int, page_size: int) -> None:
+        if self._memory is not None and (num_pages, page_size) != (
+            self._num_pages,
+            self.block_size,
+        ):
+            self._memory = None
+            self._forget_executables()
+        self._num_pages, self.block_size = num_pages, page_size
+
+    def _forget_executables(self) -> None:
+        self._executables.clear()
+        self._plans.clear()
+        self._captured.clear()
+        self._warns = False
+
+    def _dtype(self) -> torch.dtype:
+        dtype = read(self.vllm_config, "model_config.dtype", owner=type(self).__name__)
+        return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+    def _load_options(self, owner: str) -> dict[str, Any]:
+        parallel = read(self.vllm_config, "speculative_config.parallel_drafting", None, owner=owner)
+        if parallel is None or self.method == "dflash":  # which drafts in parallel in any case
+            return {}
+        can = self.method in ("eagle3", "draft_model")
+        return {"parallel_drafting": bool(parallel)} if parallel or can else {}
+
+
+def _check_supported(owner: str, vllm_config: Any, has_pages: bool) -> None:
+    """Refuses choices that would silently do something else."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if has_pages and read(vllm_config, f"parallel_config.{name}", 1, owner=owner) > 1:
+            refuse_context_parallelism(owner, f"parallel_config.{name}")
+    tree = read(vllm_config, "speculative_config.speculative_token_tree", None, owner=owner)
+    if tree is not None and jspec.Tree(tree).depth < jspec.Tree(tree).num_nodes:
+        raise NotImplementedError(
+            f"{owner}: `speculative_token_tree` is {tree!r:.60}, and a runner verifies drafts as "
+            "one chain. Leave it out, or decode trees with jspec.generate."
+        )
+    if read(vllm_config, "speculative_config.use_heterogeneous_vocab", False, owner=owner):
+        raise NotImplementedError(
+            f"{owner}: use_heterogeneous_vocab is set, and jspec's draft models share the target's "
+            "vocabulary. Leave it out, with a draft model of the target's tokenizer."
+        )
+    sampling = read(vllm_config, "speculative_config.draft_sample_method", "greedy", owner=owner)
+    if sampling != "greedy":
+        warnings.warn(
+            f"{owner}: draft_sample_method is {sampling!r}, and the bridge drafts greedily. "
+            "Verification stays exact; take_last_draft_probs returns None.",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,240 @@
+"""Hidden states kept for later, called as vLLM's runner calls it.
+
+Source: vLLM v1/spec_decode/extract_hidden_states.py.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from jspec.axes import INT32_MAX, PAD_SLOT
+from jspec.metadata import next_power_of_2
+from jspec.models import hidden_cache
+from jspec.proposers.extract_hidden import ExtractHiddenStatesConfig
+from torch_bridge.interop.checks import check_are_tensors, check_has, check_tensors, first_rows
+from torch_bridge.interop.dlpack import check_not_forked, to_torch
+from torch_bridge.interop.packing import Layout, Plan, int64_pairs
+from torch_bridge.proposers.device import DeviceProposer
+from torch_bridge.proposers.prepare import backup_tokens, metadata_first
+from torch_bridge.proposers.settings import count_first, read
+
+
+class ExtractHiddenStatesProposer(DeviceProposer):
+    """Stores the target's hidden states by KV slot; its drafts are fillers. See `DeviceProposer`.
+
+    Raises:
+      ValueError: num_speculative_tokens is not 1, or the drafter batch is not padded.
+    """
+
+    methods = ("extract_hidden_states",)
+
+    def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
+        super().__init__(vllm_config, device, runner)
+        owner = type(self).__name__
+        if self.num_speculative_tokens != 1:
+            raise ValueError(
+                f"{owner}: num_speculative_tokens is {self.num_speculative_tokens}, wanted 1: "
+                "states are kept, and the one draft is a filler."
+            )
+        flag = "speculative_config.disable_padded_drafter_batch"
+        if read(vllm_config, flag, False, owner=owner):
+            raise ValueError(
+                f"{owner}: disable_padded_drafter_batch is set, and rejected rows are part of what "
+                "is stored. Leave it out."
+            )
+
+    def load_model(self, target_model: torch.nn.Module | str | PathLike[str]) -> None:
+        """Reads which layers are kept; there are no weights.
+
+        Args:
+          target_model: not read.
+
+        Raises:
+          ValueError: the draft's config.json names no layers.
+        """
+        del target_model
+        owner, path = type(self).__name__, "speculative_config.draft_model_config.hf_config"
+        hf_config = read(self.vllm_config, path, owner=owner)
+        layers = _get(hf_config, "eagle_aux_hidden_state_layer_ids")
+        if not layers:
+            raise ValueError(
+                f"{owner}: `{path}` has no eagle_aux_hidden_state_layer_ids. List the layers to "
+                "keep there, n = after n layers of the target."
+            )
+        target = read(self.vllm_config, "model_config.hf_config", owner=owner)
+        config = ExtractHiddenStatesConfig(
+            hidden_layers=tuple(layers),
+            hidden_size=_get(target, "hidden_size"),
+            vocab_size=_get(target, "vocab_size"),
+        )
+        self.set_drafter(config, None)
+
+    @count_first
+    def propose(
+        self,
+        sampled_token_ids: torch.Tensor,
+        target_hidden_states: Sequence[torch.Tensor],
+        common_attn_metadata: Any,
+        slot_mappings: Any = None,
+        *,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Stores a step's hidden states, without waiting for the device.
+
+        Args:
+          sampled_token_ids: int [B, W].
+          target_hidden_states: float [T, D] of each layer.
+          common_attn_metadata: `slot_mapping` is read: -1 stores nothing.
+          slot_mappings, num_speculative_tokens: not read.
+
+        Returns:
+          [B, 1] the first sampled tokens, in a tensor of its own.
+
+        Raises:
+          TypeError, ValueError: a tensor does not fit; named. RuntimeError: `load_model` was not
+            called, or this process was forked.
+        """
+        del slot_mappings, num_speculative_tokens
+        check_not_forked()
+        self._ready()
+        owner, size = type(self).__name__, self.config.hidden_size
+        check_tensors(owner, {"sampled_token_ids": (sampled_token_ids, "int B W")}, self.device)
+        check_has(owner, "common_attn_metadata", common_attn_metadata, "slot_mapping")
+        if not isinstance(target_hidden_states, Sequence):
+            raise TypeError(
+                f"{owner}: `target_hidden_states` is a {type(target_hidden_states).__name__}, "
+                "wanted a list of tensors, one for each layer that is kept. Pass it in brackets."
+            )
+        check_are_tensors(owner, **_by_layer(target_hidden_states))
+        shapes = [tuple(states.shape) for states in target_hidden_states]
+        num_rows = shapes[0][0] if shapes and shapes[0] else 0
+        if shapes != [(num_rows, size)] * len(self.config.hidden_layers):
+            raise ValueError(
+                f"{owner}: `target_hidden_states` has shapes {shapes}, wanted "
+                f"{len(self.config.hidden_layers)} of [T, {size}], one for each layer that is kept."
+            )
+        slots = first_rows(
+            owner,
+            *("slot_mapping", common_attn_metadata.slot_mapping, "int", num_rows, self.device),
+        )
+        words, store = self._pack([slots, *target_hidden_states])
+        # The tiny second result is what orders this memory before the next step's writes.
+        self._memory, done = store(self._memory, words)
+        self._packer.take(done, 1)
+        with torch.inference_mode(False):  # so that it may be written to anywhere
+            return sampled_token_ids[:, :1].clone()
+
+    def _plan(
+        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
+    ) -> tuple[Plan, Callable[..., Any]]:
+        slots, *layers = tensors
+        named = {"slot_mapping": (slots, "long T")}
+        named |= {name: (states, "float T D") for name, states in _by_layer(layers).items()}
+        return self._laid_out(named, {"T": next_power_of_2(len(slots))}, _compiled)
+
+    @metadata_first
+    def prepare_next_token_ids_padded(
+        self,
+        sampled_token_ids: torch.Tensor,
+        requests: Mapping[str, Any],
+        gpu_input_batch: Any,
+        discard_request_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Picks each request's first sampled token, or the last known one where it is none.
+
+        Takes vLLM's leading `common_attn_metadata`, too, and does not read it.
+
+        Args:
+          sampled_token_ids: int [B, W].
+          requests: by id, with `get_token_id`.
+          gpu_input_batch: `num_reqs`, `req_ids`, `num_tokens_no_spec` and `vocab_size` are read.
+          discard_request_mask: bool [B or more].
+
+        Returns:
+          (next_token_ids int32 [B], count int32 [B]): the count is 1 for a token of the vocabulary,
+          of a discarded request as well.
+
+        Raises:
+          TypeError, ValueError: a tensor does not fit; named.
+        """
+        op, batch = "prepare_next_token_ids_padded", gpu_input_batch
+        check_tensors(op, {"sampled_token_ids": (sampled_token_ids, "int B W")})
+        sampled, discard = sampled_token_ids[:, 0], discard_request_mask
+        discard = first_rows(
+            op, "discard_request_mask", discard, "bool", len(sampled), sampled.device
+        )
+        backup = backup_tokens(requests, batch, len(sampled), sampled.device)
+        is_token = (sampled >= 0) & (sampled < batch.vocab_size)
+        kept = is_token & ~discard
+        return torch.where(kept, sampled.to(torch.int32), backup), is_token.to(torch.int32)
+
+    def read_hidden_states(self, block_table_row: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """Reads what was stored for a request's first tokens; waits for the device.
+
+        Args:
+          block_table_row: pages of the request in order.
+          num_tokens: computed tokens, without rejected drafts.
+
+        Returns:
+          [n, L, D] on the host.
+
+        Raises:
+          TypeError, ValueError: the pages are no integers in one dimension.
+        """
+        self._ready()
+        row = _page_numbers(type(self).__name__, block_table_row)
+        states = hidden_cache.read(self._memory, row, num_tokens)
+        return to_torch(jax.device_put(states, jax.devices("cpu")[0]))
+
+    @torch.inference_mode()
+    def _run_empty(self, num_tokens: int) -> None:
+        states = torch.zeros(
+            (num_tokens, self.config.hidden_size), dtype=self._dtype(), device=self.device
+        )
+        slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=self.device)
+        metadata = type("Metadata", (), {"slot_mapping": slots})
+        sampled = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
+        self.propose(sampled, [states] * len(self.config.hidden_layers), metadata)
+
+
+def _get(hf_config: Any, name: str) -> Any:
+    get = hf_config.get if isinstance(hf_config, Mapping) else functools.partial(getattr, hf_config)
+    return get(name, None)
+
+
+def _page_numbers(owner: str, block_table_row: Sequence[int]) -> np.ndarray:
+    row = np.asarray(block_table_row)
+    if row.size and not np.issubdtype(row.dtype, np.integer):
+        raise TypeError(
+            f"{owner}: `block_table_row` is {block_table_row!r:.60}, wanted page numbers. Pass the "
+            "request's row of the block table."
+        )
+    if row.ndim != 1:
+        raise ValueError(
+            f"{owner}: `block_table_row` has shape {row.shape}, wanted one dimension. Pass the row "
+            "of one request."
+        )
+    return np.clip(row, PAD_SLOT, INT32_MAX).astype(np.int32)
+
+
+def _by_layer(hidden_states: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"target_hidden_states[{i}]": states for i, states in enumerate(hidden_states)}
+
+
+def _compiled(config: ExtractHiddenStatesConfig, layout: Layout) -> Callable[..., Any]:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def jspec_bridge_store(memory, words):
+        arrays, sizes = layout.unpack(words)
+        slots = arrays.pop("slot_mapping")
+        row = jnp.arange(slots.shape[0], dtype=jnp.int32)
+        slots = jnp.where(row < sizes["T"], slots, PAD_SLOT)
+        states = jnp.stack(list(arrays.values()), axis=1)
+        return hidden_cache.write(memory, states, slots), int64_pairs(sizes["T"][None, None])
+
+    return jspec_bridge_store

@@ -1,0 +1,386 @@
+"""Drafters with a decoder of their own, called as vLLM's runner calls its own.
+
+A step crosses to JAX once and back once. Source: vLLM v1/spec_decode/llm_base_proposer.py.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jaxtyping import Array, Int32
+
+from jspec.axes import PAD_SLOT
+from jspec.metadata import next_power_of_2, row_request
+from jspec.state import Batch
+from torch_bridge.interop.checks import check_are_tensors, check_tensors, of_metadata
+from torch_bridge.interop.dlpack import check_not_forked
+from torch_bridge.interop.packing import Layout, Plan, int64_pairs, to_int32
+from torch_bridge.proposers import rows
+from torch_bridge.proposers.device import DeviceProposer
+from torch_bridge.proposers.prepare import Preparing
+from torch_bridge.proposers.settings import (
+    count_first,
+    drafts_of_step,
+    read,
+    refuse_context_parallelism,
+)
+from torch_bridge.proposers.weights import target_has_axes
+
+_TABLE = "block_table_tensor"
+_FORMS = {
+    "query_start_loc": "int B+1",
+    "target_token_ids": "int T",
+    "target_positions": "long T",
+    "next_token_ids": "int B",
+    "seq_lens": "int B",
+    "num_rejected_tokens_gpu": "int B",
+    _TABLE: "int P",
+    "target_hidden_states": "float T D",
+}
+"""The tensors of a step, as they are packed: `query_start_loc` first says how many requests. The
+table is flat, so that its width, which releases of vLLM choose differently, compiles nothing; nor
+does the width of integers, see `torch_bridge.interop.checks`."""
+
+
+class LLMProposer(Preparing, DeviceProposer):
+    """EAGLE, MTP, DFlash and draft models; see `DeviceProposer`."""
+
+    _frames = 8
+
+    @torch.inference_mode()
+    def _run_empty(self, num_tokens: int) -> None:
+        requests = min(max(num_tokens, 1), self.settings.max_requests)
+        powers = [1 << i for i in range((requests - 1).bit_length() + 1)]
+        nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
+        positions = nothing.new_zeros((0, 3) if self._takes_axes else 0, dtype=torch.int64)
+        hidden = torch.zeros((0, self._reads.hidden_size), dtype=self._dtype(), device=self.device)
+        step = nothing.new_zeros(1), nothing, positions, nothing, nothing, nothing, nothing
+        for bucket in sorted({self._bucket(power, num_tokens) for power in powers}):
+            for columns in self._numbers_of_drafts(bucket[0]):
+                tokens = self._run(step, hidden, columns, bucket)
+                self._packer.take(tokens, 0)  # the next step is packed where this one is read
+
+    @count_first
+    def propose(
+        self,
+        target_token_ids: torch.Tensor,
+        target_positions: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        token_indices_to_sample: torch.Tensor | None,
+        common_attn_metadata: Any,
+        sampling_metadata: Any = None,
+        mm_embed_inputs: Any = None,
+        num_rejected_tokens_gpu: torch.Tensor | None = None,
+        slot_mappings: Any = None,
+        *,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Drafts the next tokens of each request, greedily, without waiting for the device.
+
+        No argument is written to: `common_attn_metadata.seq_lens`, which the original counts up in
+        place, keeps its values.
+
+        Args:
+          target_token_ids: int [T] tokens that the target ran, rejected ones included.
+          target_positions: int [T], the place of each row in its request; or [3, T] of a target
+            with M-RoPE, whose rows' places come from `seq_lens`. A head without M-RoPE turns by the
+            first axis. Refused where rows are added: draft models, DFlash and P-EAGLE.
+          target_hidden_states: float [T, D'] of the same rows: of the layers that the drafter
+            reads, side by side. Not read by draft models.
+          next_token_ids: int [B] token that each request continues from.
+          token_indices_to_sample: int [B] row of the last accepted token; None = the last row. Not
+            read where `num_rejected_tokens_gpu` says the same.
+          common_attn_metadata: `num_reqs`, `query_start_loc`, `seq_lens` (rejected rows included)
+            and `block_table_tensor` are read.
+          sampling_metadata, slot_mappings: not read.
+          mm_embed_inputs: None, or a pair whose first has no embeddings: drafts come from tokens.
+          num_rejected_tokens_gpu: int [B] rejected rows at the end of each request.
+          num_speculative_tokens: K of this step, by default the configured one; 0 is for keeping
+            the drafter's KV cache current.
+
+        Returns:
+          int64 [B, K] drafts in memory of torch's own; -1 behind a request's last one: where it
+          would grow beyond `max_model_len`, and where it kept no token.
+
+        Raises:
+          TypeError, ValueError: a tensor does not fit; named. NotImplementedError: embeddings are
+            given, positions of three axes where rows are added, or metadata of decode context
+            parallelism. RuntimeError: no weights are loaded, or this process was forked.
+        """
+        del sampling_metadata, slot_mappings
+        owner = type(self).__name__
+        check_not_forked()
+        self._ready()
+        columns = drafts_of_step(owner, num_speculative_tokens, self.num_speculative_tokens)
+        if mm_embed_inputs is not None and _has_embeddings(owner, mm_embed_inputs):
+            raise NotImplementedError(
+                f"{owner}: `mm_embed_inputs` has embeddings, which the bridge does not pass on. "
+                "Pass None: drafts are then made from the tokens, as vLLM's own Llama heads do."
+            )
+        cad, index = common_attn_metadata, token_indices_to_sample
+        if getattr(cad, "dcp_local_seq_lens", None) is not None:
+            refuse_context_parallelism(owner, "common_attn_metadata.dcp_local_seq_lens")
+        rejected = num_rejected_tokens_gpu
+        query_start = of_metadata(owner, cad, "query_start_loc", 1)
+        seq_lens, table = (of_metadata(owner, cad, name) for name in ("seq_lens", _TABLE))
+        num_requests = query_start.shape[0] - 1
+        try:
+            if rejected is None:
+                rejected = self._num_rejected(query_start, index, next_token_ids)
+            step = (
+                query_start,
+                target_token_ids,
+                target_positions if target_positions.ndim < 2 else self._in_axes(target_positions),
+                next_token_ids,
+                seq_lens,
+                rejected,
+                self._flat_table(table),
+            )
+            tokens = self._run(step, target_hidden_states, columns)
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            # What is no tensor is looked for only now: looking takes time.
+            raw = (
+                *(query_start, target_token_ids, target_positions, next_token_ids, seq_lens),
+                *(rejected, table, target_hidden_states),
+            )
+            given = dict(zip(_FORMS, raw, strict=True))
+            if rejected is None:
+                del given["num_rejected_tokens_gpu"]
+            if not self._reads.hidden_layers:
+                del given["target_hidden_states"]
+            check_are_tensors(owner, **given)
+            raise
+        drafts = self._packer.take(tokens, num_requests)
+        if drafts.shape[1] == columns:
+            return drafts
+        with torch.inference_mode(False):  # what comes out may be written to anywhere
+            return drafts[:, :columns].contiguous()
+
+    def take_last_draft_probs(self) -> None:
+        """Returns None: drafts are greedy, which verification takes for certain."""
+        return None
+
+    def _run(
+        self,
+        step: tuple[torch.Tensor, ...],
+        hidden: torch.Tensor,
+        columns: int,
+        bucket: tuple[int, int] | None = None,
+    ) -> Int32[Array, "B 2K"]:
+        """Runs a step, in the order of `_FORMS`, that is padded to a bucket (requests, rows)."""
+        tensors = (*step, hidden) if self._reads.hidden_layers else step
+        words, draft = self._pack(tensors, (columns, bucket))
+        with self._placed():
+            self._memory, tokens = draft(self._params, self._memory, words)
+        return tokens
+
+    def _plan(
+        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
+    ) -> tuple[Plan, Callable[..., Any]]:
+        columns, bucket = static
+        given = dict(zip(_FORMS, tensors, strict=False))
+        check_are_tensors(type(self).__name__, **given)
+        named = {name: (tensor, _FORMS[name]) for name, tensor in given.items()}
+        if given["target_positions"].ndim == 2:
+            named["target_positions"] = given["target_positions"], "long T axes"
+        num_requests, num_rows = len(given["query_start_loc"]) - 1, len(given["target_token_ids"])
+        if num_requests > self.settings.max_requests:
+            raise ValueError(
+                f"{type(self).__name__}: `num_reqs` is {num_requests}, wanted at most "
+                f"{self.settings.max_requests}. Raise max_num_seqs in the scheduler's config."
+            )
+        requests, rows = bucket or self._bucket(num_requests, num_rows)
+        table_width = self._table_width(len(given[_TABLE]) // max(num_requests, 1))
+        most = {"B": requests, "T": rows, "P": requests * table_width}
+        return self._laid_out(named, most, _compiled, (columns,))
+
+    def _ready(self) -> None:
+        if self._memory is None:
+            super()._ready()
+            self._memory = rows.followed(self._memory)
+
+    def _num_rejected(
+        self,
+        query_start: torch.Tensor,
+        index: torch.Tensor | None,
+        next_token_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Counts the rows behind those to sample from."""
+        if index is None:
+            return self._packer.zeros(query_start.shape[0] - 1)
+        check_tensors(
+            type(self).__name__,
+            {
+                "query_start_loc": (query_start, "int B+1"),
+                "next_token_ids": (next_token_ids, "int B"),
+                "token_indices_to_sample": (index, "int B"),
+            },
+            self.device,
+        )
+        return (
+            query_start[1:].long() - 1 - (to_int32(index) if index.dtype == torch.int64 else index)
+        )
+
+    def _flat_table(self, table: torch.Tensor) -> torch.Tensor:
+        if table.ndim != 2 or not table.shape[1]:
+            check_tensors(type(self).__name__, {_TABLE: (table, "int B M")})
+        return table.reshape(-1)
+
+    def _table_width(self, columns: int) -> int:
+        """Returns what a table is padded to: one width for all releases of vLLM.
+
+        Source: vLLM v1/worker/block_table.py, get_block_table_width.
+        """
+        pages = -(-self.max_model_len // self.block_size)
+        alignment = 128 // math.gcd(128, self.block_size)
+        width = -(-pages // alignment) * alignment
+        return width if columns <= width else next_power_of_2(columns)
+
+    def _in_axes(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns [3, T] positions as they are packed, [T, 3]."""
+        owner = type(self).__name__
+        if positions.ndim != 2 or len(positions) != 3:
+            raise ValueError(
+                f"{owner}: `target_positions` has shape {tuple(positions.shape)}, "
+                "wanted [T], or [3, T] with M-RoPE. Pass a position for each row of this step."
+            )
+        parallel = getattr(self.config, "parallel_drafting", False) and self.config.num_drafts > 1
+        if parallel or self.method in ("dflash", "draft_model"):
+            raise NotImplementedError(
+                f"{owner}: `target_positions` has shape {tuple(positions.shape)}, three axes "
+                "(M-RoPE), and this drafter adds rows to the step, which have none. Draft with a "
+                "chain that reads hidden states (eagle, eagle3, mtp)."
+            )
+        return positions.T
+
+    @property
+    def _takes_axes(self) -> bool:
+        """Whether steps come with positions of three axes: the target decides, or else the head."""
+        if target_has_axes(self.vllm_config, owner=type(self).__name__):
+            return True
+        model = getattr(self.config, "model", None)
+        rope = getattr(getattr(model, "decoder", model), "rope", None)
+        return getattr(rope, "mrope_section", None) is not None
+
+    def _numbers_of_drafts(self, num_requests: int) -> list[int]:
+        """Returns the numbers of drafts that a batch of up to so many requests may be asked for."""
+        path = "speculative_config.num_speculative_tokens_per_batch_size"
+        schedule = read(self.vllm_config, path, (), owner=type(self).__name__)
+        asked = {count for first, _, count in schedule if first <= num_requests}
+        most = self.num_speculative_tokens
+        return sorted({most, *(count for count in asked if 0 <= count < most)})
+
+    def _bucket(self, num_requests: int, num_rows: int) -> tuple[int, int]:
+        """Pads a step: rows to (K + 1) a request where they fit, or else to a power of two."""
+        width = self.settings.num_drafts + 1
+        most = next_power_of_2(self.settings.max_requests)
+        requests = next_power_of_2(max(num_requests, -(-num_rows // width)))
+        if requests <= most:
+            return requests, requests * width
+        return most, max(next_power_of_2(num_rows), most)
+
+
+class EagleProposer(LLMProposer):
+    """EAGLE, EAGLE-3, P-EAGLE and MTP heads; see `LLMProposer`.
+
+    Source: vLLM v1/spec_decode/eagle.py.
+    """
+
+    methods = ("eagle", "eagle3", "mtp")
+
+
+class DraftModelProposer(LLMProposer):
+    """A small model of the same vocabulary, PARD models included; see `LLMProposer`.
+
+    Source: vLLM v1/spec_decode/draft_model.py.
+    """
+
+    methods = ("draft_model",)
+
+
+class DFlashProposer(LLMProposer):
+    """DFlash and DFlash2 block drafters; see `LLMProposer`.
+
+    Source: vLLM v1/spec_decode/dflash.py.
+    """
+
+    methods = ("dflash",)
+
+
+def _has_embeddings(owner: str, mm_embed_inputs: Any) -> bool:
+    try:
+        return len(mm_embed_inputs[0]) > 0
+    except (IndexError, TypeError) as error:
+        raise TypeError(
+            f"{owner}: `mm_embed_inputs` is {mm_embed_inputs!r:.60}, wanted None or a pair of "
+            "embeddings and their mask. Pass None: drafts are made from the tokens."
+        ) from error
+
+
+def _compiled(config: Any, layout: Layout, columns: int) -> Callable[..., Any]:
+    """Makes the one executable of a bucket: unpack, prepare, draft."""
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def jspec_bridge_propose(params, memory, words):
+        with jax.named_scope("unpack"):
+            batch = _batch(*layout.unpack(words))
+        with jax.named_scope("propose"):
+            memory, drafts = rows.propose(config, params, memory, batch, num_drafts=columns)
+        # Something is returned in any case: it is what orders the next step behind this one.
+        tokens = drafts.tokens if columns else jnp.zeros_like(batch.next_token)[:, None]
+        return memory, int64_pairs(tokens)
+
+    return jspec_bridge_propose
+
+
+def _batch(arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]]) -> Batch:
+    """Pads a step as jspec's data contract says: nothing behind the live sizes is as it came."""
+    num_requests = arrays["next_token_ids"].shape[0]
+    num_rows = arrays["target_token_ids"].shape[0]
+    request = jnp.arange(num_requests + 1, dtype=jnp.int32)
+    live = request[:-1] < sizes["B"]
+    start = arrays["query_start_loc"]
+    end = start.at[sizes["B"]].get(mode="clip", wrap_negative_indices=False)
+    start = jnp.where(request < sizes["B"], start, end)
+    length = jnp.diff(start)
+    # A request whose rows were all rejected kept nothing: the original drafts from its neighbour.
+    rejected = jnp.where(live, arrays["num_rejected_tokens_gpu"], 0)
+    keeps = live & (rejected < length)
+    rejected = jnp.clip(rejected, 0, jnp.maximum(length - 1, 0))
+    seq_lens = jnp.where(live, arrays["seq_lens"], 0)
+    positions, token_index = arrays["target_positions"], None
+    if positions.ndim == 2:
+        of, _ = row_request(start, num_rows)
+        behind = start.at[of + 1].get(mode="clip") - jnp.arange(num_rows, dtype=jnp.int32)
+        token_index = seq_lens.at[of].get(mode="clip") - behind
+        positions = positions.T  # [T, 3] -> [3, T]
+    zeros = jnp.zeros(num_requests, jnp.int32)
+    width = sizes["P"] // jnp.maximum(sizes["B"], 1)
+    flat_table = arrays["block_table_tensor"]
+    column = jnp.arange(flat_table.shape[0] // num_requests, dtype=jnp.int32)[None]
+    has_page = live[:, None] & (column < width)
+    place = jnp.where(has_page, request[:-1, None] * width + column, PAD_SLOT)
+    return Batch(
+        token_ids=arrays["target_token_ids"],
+        positions=positions,
+        token_index=token_index,
+        query_start=start,
+        seq_lens=seq_lens,
+        block_table=flat_table.at[place].get(
+            mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False
+        ),
+        num_drafts=zeros,
+        request_slot=jnp.where(live, request[:-1], PAD_SLOT),
+        backup_token=zeros,
+        discard=~live,
+        hidden=arrays.get("target_hidden_states"),
+        next_token=jnp.where(live, arrays["next_token_ids"], 0),
+        last_index=jnp.clip(start[1:] - 1 - rejected, 0, num_rows - 1),
+        num_valid=keeps.astype(jnp.int32),
+        num_rejected=rejected,
+    )

@@ -1,0 +1,251 @@
+"""What a runner calls between verification and drafting, with vLLM's names and arguments.
+
+Source: vLLM v1/spec_decode/llm_base_proposer.py.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from jspec.axes import PAD_TOKEN
+from torch_bridge.interop.checks import check_tensors, first_rows
+from torch_bridge.interop.metadata import HOST_LENGTHS, has_own, remade
+from torch_bridge.interop.shared import on_device
+
+
+def metadata_first(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a method take `common_attn_metadata` in front, as releases up to 0.20 pass it."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        if kwargs.pop("common_attn_metadata", None) is None and len(args) + len(kwargs) == 5:
+            args = args[1:]
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+class Preparing:
+    """The steps between verification and drafting.
+
+    Nothing that the caller passes is written to: metadata comes back as a copy, of the same class.
+
+    Attributes:
+      device: of the tensors.
+      max_model_len: most tokens of a request.
+    """
+
+    device: torch.device
+    max_model_len: int
+
+    def prepare_next_token_ids_cpu(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        requests: Mapping[str, Any],
+        gpu_input_batch: Any,
+        num_scheduled_tokens: Mapping[str, int],
+    ) -> torch.Tensor:
+        """Picks the token that each request continues from, where sampled tokens are on the host.
+
+        Args:
+          sampled_token_ids: kept tokens of each request; a request whose prefill is unfinished has
+            none, and continues from its next prompt token.
+          requests: by id; `num_computed_tokens` and `get_token_id(index)` are read.
+          gpu_input_batch: `req_ids` is read, in the batch's order.
+          num_scheduled_tokens: of this step, by request id.
+
+        Returns:
+          int32 [B].
+
+        Raises:
+          ValueError: a request without tokens was given embeddings in place of a prompt.
+        """
+        next_token_ids = []
+        for index, tokens in enumerate(sampled_token_ids):
+            if len(tokens):
+                next_token_ids.append(int(tokens[-1]))
+                continue
+            request_id = gpu_input_batch.req_ids[index]
+            request = requests[request_id]
+            place = request.num_computed_tokens + num_scheduled_tokens[request_id]
+            next_token_ids.append(int(request.get_token_id(place)))
+        return on_device(next_token_ids, self.device, torch.int32)
+
+    @metadata_first
+    def prepare_next_token_ids_padded(
+        self,
+        sampled_token_ids: torch.Tensor,
+        requests: Mapping[str, Any],
+        gpu_input_batch: Any,
+        discard_request_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Picks the token that each request continues from, where sampled tokens are on the device.
+
+        A request that keeps none continues from its last known token. Takes vLLM's leading
+        `common_attn_metadata`, too, and does not read it. Nothing waits for the device.
+
+        Args:
+          sampled_token_ids: int [B, W]; -1 after the last kept one.
+          requests: by id; `get_token_id(index)` is read.
+          gpu_input_batch: `num_reqs`, `req_ids`, `num_tokens_no_spec` and `vocab_size` are read.
+          discard_request_mask: bool [B] or longer; True for a request whose tokens do not count.
+
+        Returns:
+          (next_token_ids, valid_sampled_tokens_count): int32 [B] each; the second is 0 where
+          discarded.
+
+        Raises:
+          TypeError, ValueError: a tensor does not fit; named. ValueError: a request was given
+            embeddings in place of a prompt.
+        """
+        op, discard = "prepare_next_token_ids_padded", discard_request_mask
+        if isinstance(sampled_token_ids, list):
+            raise TypeError(
+                f"{op}: `sampled_token_ids` is a list, wanted a torch tensor. Lists on the "
+                "host are for prepare_next_token_ids_cpu."
+            )
+        check_tensors(op, {"sampled_token_ids": (sampled_token_ids, "int B W")})
+        num_rows, device = sampled_token_ids.shape[0], sampled_token_ids.device
+        discard = first_rows(op, "discard_request_mask", discard, "bool", num_rows, device)
+        backup = backup_tokens(requests, gpu_input_batch, num_rows, device)
+        with torch.inference_mode(False):  # what comes out may be written to anywhere
+            valid = sampled_token_ids != PAD_TOKEN
+            valid &= sampled_token_ids < gpu_input_batch.vocab_size
+            valid.masked_fill_(discard.unsqueeze(1), False)
+            count = valid.sum(1, dtype=torch.int32)
+            last = valid.cumsum(1).argmax(1)  # the first of the highest counts: the last valid lane
+            newest = sampled_token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
+            return torch.where(count > 0, newest.to(torch.int32), backup), count
+
+    def prepare_inputs_padded(
+        self,
+        common_attn_metadata: Any,
+        spec_decode_metadata: Any,
+        valid_sampled_tokens_count: torch.Tensor,
+    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Finds each request's last accepted row; rejected rows stay in the batch.
+
+        Nothing waits for the device. A request that keeps no token has its index before its first
+        row, as recorded; `propose` drafts nothing for it.
+
+        Args:
+          common_attn_metadata: of the target's pass.
+          spec_decode_metadata: `cu_num_draft_tokens`, int [B] or longer, is read.
+          valid_sampled_tokens_count: int [B] or longer, of `prepare_next_token_ids_padded`.
+
+        Returns:
+          (metadata, token_indices_to_sample, num_rejected_tokens): the same rows, lengths included;
+          int32 [B] each.
+
+        Raises:
+          TypeError, ValueError: a tensor does not fit; named.
+        """
+        cad = common_attn_metadata
+        num_requests = cad.num_reqs
+        starts = cad.query_start_loc_cpu[: num_requests + 1].tolist()
+        op, device = "prepare_inputs_padded", cad.query_start_loc.device
+        ends, count = (
+            first_rows(op, name, tensor, "int", num_requests, device)
+            for name, tensor in (
+                ("cu_num_draft_tokens", spec_decode_metadata.cu_num_draft_tokens),
+                ("valid_sampled_tokens_count", valid_sampled_tokens_count),
+            )
+        )
+        with torch.inference_mode(False):  # what comes out may be written to anywhere
+            drafts = ends.to(torch.int32, copy=True)
+            drafts[1:] -= ends[:-1]
+            num_rejected = ((drafts + 1 - count) * (drafts > 0)).to(torch.int32)
+            index = cad.query_start_loc[1 : num_requests + 1] - 1 - num_rejected
+        metadata = remade(
+            cad,
+            num_actual_tokens=starts[-1],
+            max_query_len=max((end - start for start, end in pairwise(starts)), default=0),
+            slot_mapping=cad.slot_mapping[: starts[-1]],
+            causal=True,
+        )
+        return metadata, index, num_rejected
+
+    def prepare_inputs(
+        self,
+        common_attn_metadata: Any,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_draft_tokens: Sequence[int],
+    ) -> tuple[Any, torch.Tensor]:
+        """Takes the rows of rejected drafts out of a pass.
+
+        Computes on the host, as vLLM does: `seq_lens` is waited for where it is on a GPU.
+
+        Args:
+          common_attn_metadata: of the target's pass.
+          sampled_token_ids: kept tokens of each request.
+          num_draft_tokens: drafts that each request had verified; without any nothing is rejected.
+
+        Returns:
+          (metadata, token_indices): of the kept rows, with the target's `max_query_len`; int64,
+          where each of these rows was.
+
+        Raises:
+          ValueError: there is not one entry for each request, or more rows were rejected than a
+            request has.
+        """
+        cad = common_attn_metadata
+        num_requests = cad.num_reqs
+        for name, values in (
+            ("sampled_token_ids", sampled_token_ids),
+            ("num_draft_tokens", num_draft_tokens),
+        ):
+            if len(values) != num_requests:
+                raise ValueError(
+                    f"prepare_inputs: `{name}` has {len(values)} entries, wanted {num_requests}, "
+                    "as common_attn_metadata.num_reqs says. Pass one for each request."
+                )
+        starts = cad.query_start_loc_cpu[: num_requests + 1].tolist()
+        lengths = cad.seq_lens[:num_requests].tolist()
+        kept_starts, rows = [0], []
+        for r, (start, end) in enumerate(pairwise(starts)):
+            drafts = int(num_draft_tokens[r])
+            num_rejected = drafts + 1 - len(sampled_token_ids[r]) if drafts > 0 else 0
+            if not 0 <= num_rejected <= end - start:
+                raise ValueError(
+                    f"prepare_inputs: request {r} has {end - start} rows, {drafts} drafts and "
+                    f"{len(sampled_token_ids[r])} sampled tokens, wanted at most one token more "
+                    "than drafts, and a row for each draft. Pass the step's own lists."
+                )
+            rows.extend(range(start, end - num_rejected))
+            kept_starts.append(len(rows))
+            lengths[r] -= num_rejected
+        kept = torch.tensor(kept_starts, dtype=torch.int32, device="cpu")
+        token_indices = on_device(rows, self.device, torch.int64)
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
+        host_lengths = {name: seq_lens for name in HOST_LENGTHS if has_own(cad, name)}
+        metadata = remade(
+            cad,
+            query_start_loc=on_device(kept_starts, self.device, torch.int32),
+            query_start_loc_cpu=kept,
+            seq_lens=on_device(lengths, self.device, torch.int32),
+            num_actual_tokens=len(rows),
+            max_seq_len=max(lengths, default=0),
+            slot_mapping=cad.slot_mapping[token_indices],
+            causal=True,
+            **host_lengths,
+        )
+        return metadata, token_indices
+
+
+def backup_tokens(
+    requests: Mapping[str, Any], gpu_input_batch: Any, num_rows: int, device: torch.device
+) -> torch.Tensor:
+    """Returns the last known token of each request, int32 [num_rows]; 0 in rows behind them."""
+    num_requests = min(gpu_input_batch.num_reqs, num_rows)
+    backup = [
+        int(requests[request_id].get_token_id(int(length) - 1))
+        for request_id, length in zip(
+            gpu_input_batch.req_ids[:num_requests],
+            gpu_input_batch.num_tokens_no_spec[:num_requests],
+            strict=True,
+        )
+    ]
+    return on_device(backup + [0] * (num_rows - num_requests), device, torch.int32)

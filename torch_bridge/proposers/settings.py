@@ -1,0 +1,151 @@
+"""What a drafter needs of vLLM's configuration, read by attribute: vLLM is not imported."""
+
+import functools
+import operator
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, NoReturn
+
+import torch
+
+from jspec._checks import check_at_least
+
+_MISSING = object()
+
+
+def read(
+    config: Any, path: str, default: Any = _MISSING, *, owner: str, of: str = "vllm_config"
+) -> Any:
+    """Reads `a.b.c` of a configuration.
+
+    Args:
+      config: of vLLM's form.
+      path: attribute names, with dots between them.
+      default: where an attribute is missing or None.
+      owner: for messages.
+      of: name of the configuration, for messages.
+
+    Raises:
+      ValueError: it is missing, and there is no default.
+    """
+    value = config
+    for name in path.split("."):
+        value = getattr(value, name, None)
+        if value is None:
+            break
+    if value is not None:
+        return value
+    if default is _MISSING:
+        raise ValueError(
+            f"{owner}: `{of}.{path}` is missing. Set it, as vLLM does; any object with these "
+            "attributes will do."
+        )
+    return default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Sizes and choices of every drafter.
+
+    Attributes:
+      method: of drafting, None where the configuration does not say.
+      num_drafts: most drafts a request gets (K).
+      max_model_len: most tokens of a request.
+      max_requests: most requests in a step.
+      max_rows: most rows in a step.
+    """
+
+    method: str | None
+    num_drafts: int
+    max_model_len: int
+    max_requests: int
+    max_rows: int
+
+    @classmethod
+    def of(cls, vllm_config: Any, owner: str) -> "Settings":
+        """Reads a VllmConfig.
+
+        Raises:
+          ValueError: a size is missing or below 1.
+        """
+        scheduler = "scheduler_config"
+        settings = cls(
+            method=read(vllm_config, "speculative_config.method", None, owner=owner),
+            num_drafts=read(vllm_config, "speculative_config.num_speculative_tokens", owner=owner),
+            max_model_len=read(vllm_config, "model_config.max_model_len", owner=owner),
+            max_requests=read(vllm_config, f"{scheduler}.max_num_seqs", 128, owner=owner),
+            max_rows=read(vllm_config, f"{scheduler}.max_num_batched_tokens", 2048, owner=owner),
+        )
+        check_at_least(
+            owner,
+            1,
+            num_speculative_tokens=settings.num_drafts,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_requests,
+            max_num_batched_tokens=settings.max_rows,
+        )
+        return settings
+
+
+def refuse_context_parallelism(owner: str, name: str) -> NoReturn:
+    """Raises NotImplementedError: pages are split over ranks, and a drafter has whole ones."""
+    raise NotImplementedError(
+        f"{owner}: `{name}` says that the KV cache is split over ranks, and the drafter has pages "
+        "of its own for whole requests. Run without decode and prefill context parallelism, or "
+        "draft with a method without pages (ngram, suffix)."
+    )
+
+
+def torch_device(device: Any, owner: str) -> torch.device:
+    """Returns a device with its index.
+
+    Raises:
+      TypeError: it is none.
+    """
+    try:
+        device = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            f"{owner}: `device` is {device!r}, wanted a torch device. Pass for example "
+            "torch.device('cuda:0') or 'cpu'."
+        ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")  # tensors never say cpu:0
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def count_first(method: Any) -> Any:
+    """Lets a method take `num_speculative_tokens` in front of its other arguments, as 0.33 does."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        if args and isinstance(args[0], Integral):
+            kwargs["num_speculative_tokens"], args = args[0], args[1:]
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def drafts_of_step(owner: str, asked: int | None, most: int) -> int:
+    """Returns K of a step: what the caller asks for, or else the configured number.
+
+    Raises:
+      TypeError: it is no integer. ValueError: it is below 0 or above the configured number.
+    """
+    if asked is None:
+        return most
+    try:
+        asked = operator.index(asked)
+    except TypeError as error:
+        raise TypeError(
+            f"{owner}: `num_speculative_tokens` is {asked!r}, wanted an int from 0 to {most}. Pass "
+            "a whole number."
+        ) from error
+    if not 0 <= asked <= most:
+        raise ValueError(
+            f"{owner}: `num_speculative_tokens` is {asked}, wanted 0 to {most}, which the "
+            "speculative config says. Raise it there."
+        )
+    return asked

@@ -1,0 +1,138 @@
+"""The target's embedding and head, for drafters to share."""
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import jax
+import torch
+
+from jspec import checkpoint as checkpoints
+from jspec.checkpoint import Model
+from jspec.checkpoint.agreement import model_config
+from jspec.models.config import ModelConfig
+from torch_bridge.interop.dlpack import jax_device, to_jax
+from torch_bridge.interop.shared import alias
+from torch_bridge.proposers.settings import read
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def target_of(
+    target: torch.nn.Module | str | PathLike[str],
+    vllm_config: Any,
+    device: torch.device,
+    *,
+    owner: str,
+) -> Model:
+    """Returns as much of a target as a drafter is loaded with: shape, embedding and head.
+
+    Args:
+      target: a module of vLLM's or transformers' form, whose tables JAX then reads where they are,
+        or the path of a checkpoint.
+      vllm_config: `model_config.hf_config` is the target's config.json, and `model_config.dtype`
+        what a checkpoint is read as.
+      device: of the drafter. Tables elsewhere are copied to it.
+      owner: for messages.
+
+    Raises:
+      AttributeError: the module has no such table. TypeError: `target` is neither, or a table is
+        not of floats, as with quantisation. ValueError: a table is a part of one, as with
+        tensor parallelism.
+    """
+    if not isinstance(target, torch.nn.Module | str | PathLike):
+        raise TypeError(
+            f"{owner}: `target_model` is a {type(target).__name__}, wanted a torch module or a "
+            "path. Pass the target's module, or the path of its checkpoint."
+        )
+    if not isinstance(target, torch.nn.Module):
+        return _from_disk(target, vllm_config, device, owner)
+    config = ModelConfig.from_hf(_as_dict(read(vllm_config, "model_config.hf_config", owner=owner)))
+    language_model = getattr(target, "get_language_model", lambda: target)()
+    inner = getattr(language_model, "model", None)
+    embedding = getattr(inner, "embed_tokens", None)
+    embedding = getattr(inner, "embedding", None) if embedding is None else embedding
+    if embedding is None:
+        raise AttributeError(
+            f"{owner}: `target_model` is a {type(target).__name__} without model.embed_tokens or "
+            "model.embedding. Pass the target's module, or the path of its checkpoint."
+        )
+    tables = {"embed": getattr(embedding, "weight", None)}
+    if not config.tie_embeddings:
+        head = getattr(language_model, "lm_head", None)
+        tables["head"] = getattr(head, "weight", None)
+        if head is None:
+            raise AttributeError(
+                f"{owner}: `target_model` is a {type(target).__name__} without lm_head. Pass the "
+                "target's module, or the path of its checkpoint."
+            )
+    params = {name: _share(name, table, config, device, owner) for name, table in tables.items()}
+    return Model(config, params, None, None, ())
+
+
+def target_has_axes(vllm_config: Any, *, owner: str) -> bool:
+    """Whether the target's positions have three axes (M-RoPE), as far as the configuration says.
+
+    Args:
+      vllm_config: `model_config.uses_mrope`, or else `model_config.hf_config`, is read.
+      owner: for messages.
+    """
+    told = read(vllm_config, "model_config.uses_mrope", None, owner=owner)
+    if told is not None:
+        return bool(told)
+    hf_config = _as_dict(read(vllm_config, "model_config.hf_config", {}, owner=owner))
+    configs = [hf_config, _as_dict(hf_config.get("text_config") or {})]
+    ropes = [c.get(name) for c in configs for name in ("rope_parameters", "rope_scaling")]
+    return any(isinstance(rope, Mapping) and "mrope_section" in rope for rope in ropes)
+
+
+def _share(
+    name: str, table: Any, config: ModelConfig, device: torch.device, owner: str
+) -> jax.Array:
+    if not isinstance(table, torch.Tensor) or table.dtype not in _FLOATS or table.is_meta:
+        got = f"{table.dtype} on {table.device}" if isinstance(table, torch.Tensor) else "missing"
+        raise TypeError(
+            f"{owner}: the weight of the target's {name} is {got}, wanted bfloat16, float16 or "
+            "float32, in memory. Pass the path of the target's checkpoint where the module holds "
+            "it in another form (quantised, or on another pipeline rank)."
+        )
+    V, D = config.vocab_size, config.hidden_size
+    if table.shape[0] < V or table.shape[1:] != (D,):
+        raise ValueError(
+            f"{owner}: the target's {name} has shape {tuple(table.shape)}, wanted at least "
+            f"{V} rows of {D}. Pass the path of the target's checkpoint where the module holds a "
+            "part of the table (tensor parallelism)."
+        )
+    table = table.detach()[:V]  # rows behind the vocabulary are padding
+    if table.device != device:
+        return to_jax(table.to(device), name=name)
+    # Weights of a mapped file may lie where JAX cannot read them on a CPU: then they are copied.
+    return alias(table) if device.type == "cuda" else to_jax(table, name=name)
+
+
+def _from_disk(
+    path: str | PathLike[str], vllm_config: Any, device: torch.device, owner: str
+) -> Model:
+    checkpoint = checkpoints.read(path)
+    config = model_config(checkpoint)
+    dtype = str(read(vllm_config, "model_config.dtype", owner=owner)).removeprefix("torch.")
+    wanted = {_EMBED: "embed"} if config.tie_embeddings else {_EMBED: "embed", _HEAD: "head"}
+    params = {
+        wanted[name]: jax.device_put(tensor.astype(dtype), jax_device(device))
+        for name, tensor in checkpoint.tensors()
+        if name in wanted
+    }
+    missing = [name for name, leaf in wanted.items() if leaf not in params]
+    if missing:
+        raise ValueError(
+            f"{owner}: {path} has no {' and no '.join(missing)}. Pass the path of a complete "
+            "checkpoint of the target."
+        )
+    return Model(config, params, None, None, ())
+
+
+def _as_dict(hf_config: Any) -> Mapping[str, Any]:
+    if isinstance(hf_config, Mapping):
+        return hf_config
+    return hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config)
