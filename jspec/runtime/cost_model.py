@@ -8,8 +8,12 @@ from itertools import accumulate
 
 from jspec.axes import PAD_TOKEN
 
-_PRIOR_OUTCOMES = 1.0
+_PRIOR_OUTCOMES = 2.0
 """Weight of the prior acceptance rate, in outcomes."""
+_PRIOR_TOKENS = 4.0
+"""Weight of a calibration factor of 1, in drafts."""
+_CALIBRATION_MEMORY = 30.0
+"""Verifications that the calibration remembers; older ones decay."""
 _WINDOW = 30
 """Newest steps that the latency estimate is made from."""
 _ENOUGH = 3
@@ -76,6 +80,27 @@ class Acceptance:
     def _update(self) -> None:
         self.chances = [r / s for r, s in zip(self._right, self._seen, strict=True)]
         self.survival = list(accumulate(self.chances, lambda a, b: a * b))
+
+
+class Calibration:
+    """Corrects the expected number of accepted drafts by how many of the verified ones were.
+
+    Drafts are verified where their estimates are high, so that these are too high on average.
+    """
+
+    def __init__(self):
+        self._expected = self._accepted = _PRIOR_TOKENS
+
+    @property
+    def factor(self) -> float:
+        """Returns accepted by expected drafts, at most 1."""
+        return min(1.0, self._accepted / self._expected)
+
+    def add(self, expected: float, accepted: int) -> None:
+        """Adds the drafts that a request had verified in a step."""
+        keep = 1 - 1 / _CALIBRATION_MEMORY
+        self._expected = keep * self._expected + expected
+        self._accepted = keep * self._accepted + accepted
 
 
 class Meter:

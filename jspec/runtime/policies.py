@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from jspec.runtime.cost_model import Acceptance, Guess, Meter
+from jspec.runtime.cost_model import Acceptance, Calibration, Guess, Meter
 from jspec.runtime.draft_length import Adaptive, BatchSizeSchedule, Costs, Drafting
 
 __all__ = [
@@ -202,6 +202,8 @@ class ByEarnings:
         self._pool = Acceptance([_FIRST_CHANCE] * (tree_depth or num_drafts), _POOL_MEMORY)
         self._requests: dict[int, Acceptance] = {}
         self._guesses: dict[int, list[Guess]] = {}
+        self._calibration = Calibration()
+        self._expected: dict[int, float] = {}
         self._allowance = 0.0
         self._drafted = self.levels[-1]
         if drafting.costs is not None:
@@ -228,8 +230,10 @@ class ByEarnings:
         units = self._units(offers)
         _, count = self._best(len(offers), units, self._costs.draft(self._drafted))
         chosen = dict.fromkeys(offers, 0)
+        self._expected = dict.fromkeys(offers, 0.0)
         for unit in units[:count]:
             chosen[unit.slot] += unit.num_rows
+            self._expected[unit.slot] += unit.tokens
         return chosen
 
     def draft(self, slots: Collection[int]) -> int:
@@ -253,6 +257,9 @@ class ByEarnings:
 
         Like every counter, this sees only tokens that the request got.
         """
+        expected = self._expected.pop(slot, 0.0)
+        if expected and kept:
+            self._calibration.add(expected, len(kept) - 1)
         for token in kept:
             alive = []
             for guess in self._guesses[slot]:
@@ -296,7 +303,10 @@ class ByEarnings:
 
     def _best(self, num_requests: int, units: Sequence["_Unit"], draft: float) -> tuple[float, int]:
         """Returns the best rate and the number of units that it takes; of equals the fewest."""
-        tokens = list(accumulate((unit.tokens for unit in units), initial=float(num_requests)))
+        factor = self._calibration.factor
+        tokens = list(
+            accumulate((factor * unit.tokens for unit in units), initial=float(num_requests))
+        )
         rows = list(accumulate((unit.num_rows for unit in units), initial=num_requests))
         slowest = self._costs.run(self.sizes[0])
         best, count = num_requests / (slowest + draft), 0

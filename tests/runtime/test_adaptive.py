@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from jspec.runtime import policies
-from jspec.runtime.cost_model import Acceptance, Guess, Meter
+from jspec.runtime.cost_model import Acceptance, Calibration, Guess, Meter
 from jspec.runtime.policies import Adaptive, BatchSizeSchedule, ByEarnings, Costs
 
 COSTS = Costs(passes={1: 10.0, 3: 12.0, 5: 16.0}, drafts={0: 0.0, 2: 0.0, 4: 0.0})
@@ -77,11 +77,31 @@ def test_a_schedule_that_is_none_is_refused(ranges):
 def test_an_estimate_is_the_faded_mean_of_outcomes_and_of_the_prior():
     acceptance = Acceptance([0.5, 0.5], memory=2.0)
     assert acceptance.survival == [0.5, 0.25]
-    acceptance.add(0, True)  # (0.5 * 0.5 + 1) / (0.5 * 1 + 1)
-    assert acceptance.chances == pytest.approx([1.25 / 1.5, 0.5])
-    acceptance.add(0, False)  # (0.5 * 1.25) / (0.5 * 1.5 + 1)
-    assert acceptance.chances == pytest.approx([0.625 / 1.75, 0.5])
-    assert acceptance.survival == pytest.approx([0.625 / 1.75, 0.3125 / 1.75])
+    acceptance.add(0, True)  # (0.5 * 1 + 1) / (0.5 * 2 + 1): the prior counts as two outcomes
+    assert acceptance.chances == pytest.approx([1.5 / 2, 0.5])
+    acceptance.add(0, False)  # (0.5 * 1.5) / (0.5 * 2 + 1)
+    assert acceptance.chances == pytest.approx([0.75 / 2, 0.5])
+    assert acceptance.survival == pytest.approx([0.75 / 2, 0.375 / 2])
+
+
+def test_expected_drafts_are_corrected_by_accepted_ones_but_never_upwards():
+    calibration = Calibration()
+    assert calibration.factor == 1.0
+    calibration.add(2.0, 7)
+    assert calibration.factor == 1.0
+    for _ in range(200):
+        calibration.add(2.0, 1)
+    assert calibration.factor == pytest.approx(0.5, abs=0.01)
+
+
+def test_drafts_that_are_accepted_less_often_than_expected_are_no_longer_verified():
+    policy = one_request()
+    feed(policy, [4] * 10)
+    assert policy.verify({0: 4}) == {0: 4}
+    for _ in range(60):
+        policy._expected = {0: 4.0}
+        policy.observe(0, [9], [], None)
+    assert policy.verify({0: 4}) == {0: 0}
 
 
 def test_a_guess_is_compared_with_what_comes_verified_or_not():
@@ -107,7 +127,8 @@ def test_outcomes_of_a_request_are_those_of_its_positions_and_end_at_the_first_e
     policy.observe(0, [5], [], None)
     policy.observe(0, [6], [], None)
     kept = policy._requests[0]
-    right, wrong = (policies._FIRST_CHANCE + 2) / 3, policies._FIRST_CHANCE / 2
+    prior = 2 * policies._FIRST_CHANCE  # it counts as two outcomes
+    right, wrong = (prior + 2) / 4, prior / 3
     assert kept.chances == pytest.approx([right, right, wrong, policies._FIRST_CHANCE], abs=1e-4)
 
 

@@ -190,7 +190,7 @@ def test_a_loop_soon_stops_verifying_drafts_that_are_always_wrong():
     prompts = PROMPTS[:1] * 6
     options = OPTIONS | {"max_requests": 1}
     fixed = jspec.generate(model, prompts, *wrong, **options)
-    chosen = Adaptive(costs=Costs({1: 10.0, 2: 14.0, 4: 20.0}, {0: 0.0, 1: 0.1, 3: 0.3}))
+    chosen = Adaptive(costs=Costs({1: 10.0, 2: 12.0, 4: 15.0}, {0: 0.0, 1: 0.1, 3: 0.3}))
     report = jspec.generate(model, prompts, *wrong, **options | {"drafting": chosen})
     assert report.generations == fixed.generations
     assert fixed.stats.num_drafts > 80 and fixed.stats.num_accepted_tokens == 0
