@@ -3,18 +3,24 @@
     python benchmarks/adaptive.py --output benchmarks/results/adaptive-cpu.json
     python benchmarks/adaptive.py --cells copy-1-0,chat-8-0.8 --rounds 3
 
-A cell is KIND-BATCH-TEMPERATURE; in each, plain decoding and the drafters without weights take
-turns over the same prompts, and the medians of the turns are compared. Each turn compiles and
-measures before its clock starts; later turns find the executables of the first.
+A cell is KIND-BATCH-TEMPERATURE. In each, plain decoding and the drafters without weights decode
+the same prompts side by side, a step each in turn, so that what else runs on the machine slows all
+of them alike. Compilation, measurements and passes that read prompts are not counted. The medians
+of some rounds are compared.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import platform
 import statistics
+import threading
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +35,7 @@ from jspec.demo.assets import fetch_smollm2
 from jspec.demo.prompts import demo_prompts
 from jspec.loading import load
 from jspec.runtime import benchmark, scheduling
+from jspec.runtime.engine import Report
 
 KINDS, BATCHES, TEMPERATURES = ("copy", "humaneval", "chat"), (1, 8), (0.0, 0.8)
 LOOKUP = {"num_drafts": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 4}  # the commands' defaults
@@ -61,9 +68,9 @@ CELLS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", default=",".join(CELLS), help="some of: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
-    parser.add_argument("--prompts", type=int, default=2, help="prompts at batch 1 (default: 2)")
-    parser.add_argument("--max-tokens", type=int, default=100, help="tokens to add (default: 100)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each (default: 5)")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts at batch 1 (default: 4)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to add (default: 64)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     names = arguments.cells.split(",")
@@ -116,11 +123,24 @@ def compare(
     if cell.temperature:
         options |= {"temperature": cell.temperature, "seed": list(range(len(prompts)))}
     speeds: dict[str, list[float]] = {name: [] for name in configs}
-    last = {}
+    last: dict[str, Report] = {}
     for _ in range(arguments.rounds):
-        for name, config in configs.items():
-            last[name] = benchmark.run(model, prompts, config, max_requests=cell.batch, **options)
-            speeds[name].append(last[name].tokens_per_second)
+        turns = Turns(list(configs))
+        clocks = {name: Clock(turns, name, cell.batch) for name in configs}
+
+        def decode(name: str, turns: Turns = turns, clocks: dict[str, "Clock"] = clocks) -> Report:
+            with turns.of(name):
+                return benchmark.run(
+                    *(model, prompts, configs[name]),
+                    max_requests=cell.batch,
+                    on_tokens=clocks[name],
+                    **options,
+                )
+
+        with ThreadPoolExecutor(len(configs)) as pool:
+            last = dict(zip(configs, pool.map(decode, configs), strict=True))
+        for name, clock in clocks.items():
+            speeds[name].append(clock.tokens / clock.seconds)
     median = {name: statistics.median(turns) for name, turns in speeds.items()}
     rows = []
     for name in DRAFTERS:
@@ -131,9 +151,61 @@ def compare(
             | {"drafter": name, "ratio": median[name] / median["plain"]}
             | {"tokens_per_second": median[name], "plain_tokens_per_second": median["plain"]}
             | {key: numbers[key] for key in keys}
-            | {"turns": {n: [round(s, 2) for s in speeds[n]] for n in (name, "plain")}}
+            | {"rounds": {n: [round(s, 2) for s in speeds[n]] for n in (name, "plain")}}
         )
     return rows
+
+
+class Turns:
+    """Lets one thread run at a time, in a ring."""
+
+    def __init__(self, names: Sequence[str]):
+        self._ring = deque(names)
+        self._changed = threading.Condition()
+
+    def wait(self, name: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ring[0] == name)
+
+    def give(self, name: str) -> None:
+        with self._changed:
+            assert self._ring[0] == name
+            self._ring.rotate(-1)
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Takes part in the ring."""
+        self.wait(name)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._ring.remove(name)
+                self._changed.notify_all()
+
+
+class Clock:
+    """Counts the tokens and the time of a run from the first token of each request in its batch on.
+
+    Called with the new tokens of a step, it lets the others take theirs before it returns.
+    """
+
+    def __init__(self, turns: Turns, name: str, batch: int):
+        self.turns, self.name, self.batch = turns, name, batch
+        self.tokens, self.seconds = 0, 0.0
+        self._started: set[int] = set()
+        self._begin = time.perf_counter()
+
+    def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
+        seconds = time.perf_counter() - self._begin
+        if index in self._started and len(self._started) >= self.batch:
+            self.tokens += len(tokens)
+            self.seconds += seconds
+        self._started.add(index)
+        self.turns.give(self.name)
+        self.turns.wait(self.name)
+        self._begin = time.perf_counter()
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

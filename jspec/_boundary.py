@@ -15,6 +15,7 @@ from jspec.config import Buckets
 from jspec.state import Batch, Scheduled, State, Verified
 
 _Step = TypeVar("_Step", bound=Scheduled)
+_OnHost = TypeVar("_OnHost", Scheduled, Batch, Verified)
 
 HOST_ONLY = (
     "{name} drafts on the host and cannot be traced. Call jspec.step or jspec.propose outside of "
@@ -22,14 +23,17 @@ HOST_ONLY = (
 )
 
 
-def to_host(tree, config):
-    """Copies a step to the host; inside jit it says that the drafter cannot be traced."""
-    leaves = jax.tree.leaves(tree)
-    if all(type(leaf) is np.ndarray for leaf in leaves):
-        return tree
-    if any(isinstance(leaf, Tracer) for leaf in leaves):
+def to_host(step: _OnHost, config: Any) -> _OnHost:
+    """Copies a step to the host; inside jit it says that the drafter cannot be traced.
+
+    The fields are looked at one by one: flattening a pytree takes ten times as long.
+    """
+    fields = vars(step).values()
+    if all(field is None or type(field) is np.ndarray for field in fields):
+        return step
+    if any(isinstance(field, Tracer) for field in fields):
         raise TypeError(HOST_ONLY.format(name=proposers.of(config).name))
-    return jax.tree.map(np.asarray, tree)
+    return jax.tree.map(np.asarray, step)
 
 
 def device_of(tree: Any) -> Any:

@@ -231,7 +231,7 @@ def step(
     proposer = proposers.of(state.config)
     is_on_host = proposer.kind == "host"
     if is_on_host:
-        scheduled, verified = to_host((scheduled, verified), state.config)
+        scheduled, verified = to_host(scheduled, state.config), to_host(verified, state.config)
     metadata.check_counts("step", scheduled)
     check_slots("step", state, scheduled, has_rows=proposer.admit is not None)
     if is_on_host:

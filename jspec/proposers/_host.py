@@ -1,6 +1,5 @@
 """What host drafters share: how they read a step, and which ids they take for tokens."""
 
-import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -23,7 +22,7 @@ def read_step(method: str, batch: Batch) -> list[np.ndarray]:
     Raises:
       TypeError: called inside jit.
     """
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
+    if any(isinstance(field, Tracer) for field in vars(batch).values()):
         raise TypeError(
             f"{method}: `batch` holds traced arrays, but this drafter runs on the host. Call it "
             "outside of jit with numpy arrays, or draft with method 'ngram_gpu' (NgramGPUConfig)."
