@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", default=",".join(CELLS), help="some of: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each (default: 5)")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts at batch 1 (default: 4)")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts at batch 1 (default: 2)")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to add (default: 64)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()

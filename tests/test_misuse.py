@@ -192,7 +192,7 @@ WIDE = ["eagle", "eagle3", "mtp", "dflash", "draft_model", "medusa", "eagle3, sa
 def test_drafts_are_the_same_where_jax_counts_in_64_bits():
     code = (
         "import json, sys, jax\n"
-        "from tests import test_contract as contract\n"
+        "from tests.proposers import test_contract as contract\n"
         "assert jax.config.jax_enable_x64\n"
         "drafts = {n: contract.drafts_of(contract.fresh(n)) for n in sys.argv[1:]}\n"
         "print(json.dumps({n: [str(d.tokens.dtype), d.tokens.tolist()] for n, d in "

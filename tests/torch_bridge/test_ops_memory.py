@@ -247,9 +247,9 @@ def test_a_forked_child_is_told_so_in_place_of_hanging():
     assert done.stdout == "7\n", done.stderr
 
 
-@pytest.mark.parametrize("module", ["_ops_batch", "_ops_expand", "_ops_kernels"])
+@pytest.mark.parametrize("module", ["batch", "expand", "kernels"])
 def test_the_examples_of_the_docstrings_run(module):
-    results = doctest.testmod(importlib.import_module(f"torch_bridge.{module}"))
+    results = doctest.testmod(importlib.import_module(f"torch_bridge.ops.{module}"))
     assert results.attempted and not results.failed
 
 
