@@ -186,9 +186,10 @@ class Turns:
 
 
 class Clock:
-    """Counts the tokens and the time of a run from the first token of each request in its batch on.
+    """Counts the tokens after the first of each prompt, and the time of passes that read no prompt.
 
-    Called with the new tokens of a step, it lets the others take theirs before it returns.
+    Those are the passes after the first token of each request in the batch. Called with the new
+    tokens of a step, it lets the others take theirs before it returns.
     """
 
     def __init__(self, turns: Turns, name: str, batch: int):
@@ -200,8 +201,8 @@ class Clock:
     def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
         seconds = time.perf_counter() - self._begin
         if index in self._started and len(self._started) >= self.batch:
-            self.tokens += len(tokens)
             self.seconds += seconds
+        self.tokens += len(tokens) - (index not in self._started)
         self._started.add(index)
         self.turns.give(self.name)
         self.turns.wait(self.name)
