@@ -32,6 +32,7 @@ from jspec._boundary import (
 from jspec._checks import check_at_least
 from jspec.axes import PAD_TOKEN
 from jspec.config import Buckets, CacheConfig
+from jspec.metadata.prepare import prepare_checked
 from jspec.proposers.fitting import check_memory, check_params, check_shapes
 from jspec.state import Batch, Drafts, Memory, Params, Scheduled, State, Verified
 
@@ -236,7 +237,7 @@ def step(
     check_slots("step", state, scheduled, has_rows=proposer.admit is not None)
     if is_on_host:
         vocab_size = state.config.vocab_size
-        batch = metadata.prepare_checked(scheduled, verified, vocab_size=vocab_size)
+        batch = prepare_checked(scheduled, verified, vocab_size=vocab_size)
         return _propose_on_host(state, batch, num_drafts)
     arguments = commit((scheduled, verified), device_of(state.memory))
     is_traced = is_traced or isinstance(arguments[0].token_ids, Tracer)

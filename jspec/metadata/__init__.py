@@ -28,7 +28,6 @@ from jspec.metadata.prepare import (
     check_verified,
     paged_view,
     prepare,
-    prepare_checked,
     row_request,
 )
 from jspec.metadata.spec_decode_metadata import SpecDecodeMetadata
@@ -54,7 +53,6 @@ __all__ = [
     "paged_view",
     "path_as_chain",
     "prepare",
-    "prepare_checked",
     "prepare_inputs",
     "row_request",
     "set_inputs_first_pass",
