@@ -226,9 +226,11 @@ from torch_bridge import ops
 
 def step():
     one = torch.ones(1, dtype=torch.int32)
-    return ops.eagle_prepare_inputs_padded(one, one, torch.tensor([0, 2]))
+    start = torch.tensor([0, 2])
+    rows = torch.tensor([8, 9])
+    return ops.copy_and_expand_eagle_inputs(rows, rows, one, start, one, 0, 7, 1, True)
 
-assert step()[0].tolist() == [0]
+assert step().input_ids.tolist() == [9, 1]
 child = os.fork()
 if child == 0:
     try:
@@ -247,9 +249,9 @@ def test_a_forked_child_is_told_so_in_place_of_hanging():
     assert done.stdout == "7\n", done.stderr
 
 
-@pytest.mark.parametrize("module", ["_ops_batch", "_ops_expand", "_ops_kernels"])
+@pytest.mark.parametrize("module", ["batch", "expand", "kernels"])
 def test_the_examples_of_the_docstrings_run(module):
-    results = doctest.testmod(importlib.import_module(f"torch_bridge.{module}"))
+    results = doctest.testmod(importlib.import_module(f"torch_bridge.ops.{module}"))
     assert results.attempted and not results.failed
 
 

@@ -11,7 +11,6 @@ import torch
 from jspec.axes import INT32_MAX
 from jspec.pallas import expand_dflash, expand_eagle
 from jspec.pallas._dispatch import check_sizes
-from torch_bridge.interop.checks import check_tensors
 from torch_bridge.ops.run import Arrays, page_table, run
 
 
@@ -85,28 +84,20 @@ def copy_and_expand_eagle_inputs(
         "query_start_loc": (query_start_loc, "int B+1"),
         "query_end_loc": (query_end_loc, "int B"),
     }
-    _, sizes = check_tensors(op, tensors)
-    T, B, slots = sizes["T"], sizes["B"], num_padding_slots_per_request
+    slots, shift = num_padding_slots_per_request, bool(shift_input_ids)
     check_sizes(op, num_padding_slots_per_request=slots)
-    num_rows = T + B * (slots - bool(shift_input_ids))
     ids, positions, rejected, masked, index, mapping = run(
         op,
         _expand_eagle,
         tensors,
-        (
-            (num_rows, torch.int32),
-            (num_rows, torch.int64),
-            (num_rows, torch.bool),
-            (num_rows, torch.bool),
-            (B, torch.int32),
-            (T, torch.int32),
-        ),
+        "int R, long R, bool R, bool R, int B, int T",
+        rows=lambda sizes: {"R": sizes["T"] + sizes["B"] * (slots - shift)},
         num_slots=slots,
-        shift=bool(shift_input_ids),
+        shift=shift,
         mask_token=parallel_drafting_token_id,
         pad_token=padding_token_id,
     )
-    mapping = mapping if shift_input_ids else None
+    mapping = mapping if shift else None
     return ExpandedInputs(ids, positions, rejected, masked, index.view(-1), mapping)
 
 
@@ -196,22 +187,13 @@ def copy_and_expand_dflash_inputs(
     }
     if num_rejected_tokens is not None:
         tensors["num_rejected_tokens"] = num_rejected_tokens, "int B"
-    _, sizes = check_tensors(op, tensors)
-    T, B = sizes["T"], sizes["B"]
     check_sizes(op, block_size=block_size, num_speculative_tokens=num_speculative_tokens)
-    num_rows = B * (num_speculative_tokens + 1)
     ids, context, positions, context_slots, slots, index = run(
         op,
         _expand_dflash,
         tensors,
-        (
-            (num_rows, torch.int32),
-            (T, torch.int64),
-            (num_rows, torch.int64),
-            (T, torch.int64),
-            (num_rows, torch.int64),
-            (B, torch.int32),
-        ),
+        "int R, long T, long R, long T, long R, int B",
+        rows=lambda sizes: {"R": sizes["B"] * (num_speculative_tokens + 1)},
         num_drafts=num_speculative_tokens,
         page_size=block_size,
         mask_token=parallel_drafting_token_id,

@@ -14,13 +14,12 @@ from jspec import proposers
 from jspec.proposers.base import Reads
 from jspec.proposers.fitting import check_params
 from jspec.state import Memory, Params
-from torch_bridge.interop.checks import check_tensors, layout_of
+from torch_bridge.interop.checks import check_tensors
 from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, jax_device, placement
-from torch_bridge.interop.packing import Layout, Packer, Plan, forms
+from torch_bridge.interop.layout import Layout, layout_of
+from torch_bridge.interop.packing import Packer, Plan
 from torch_bridge.proposers import weights
 from torch_bridge.proposers.settings import Settings, read, refuse_context_parallelism, torch_device
-
-_MOST_PLANS = 4096  # one for each combination of sizes that came
 
 
 class DeviceProposer:
@@ -73,7 +72,6 @@ class DeviceProposer:
         self._num_pages = 0
         self._reads = Reads()
         self._executables: dict[Any, Callable[..., Any]] = {}
-        self._plans: dict[Any, tuple[Plan, Callable[..., Any]]] = {}
         self._captured: set[Any] = set()  # executables that smaller steps may take as well
         self._compiling: Literal["no", "run", "capture"] = "no"
         self._warns = False
@@ -266,14 +264,7 @@ class DeviceProposer:
         Returns:
           (words, executable).
         """
-        key = static, forms(tensors)
-        planned = self._plans.get(key)
-        if planned is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            planned = self._plans[key] = self._plan(tensors, static)
-        plan, executable = planned
-        return self._packer.pack(plan, tensors), executable
+        return self._packer.pack_planned(static, tensors, lambda: self._plan(tensors, static))
 
     def _plan(
         self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
@@ -341,7 +332,7 @@ class DeviceProposer:
         finally:
             self._compiling = "no"
             if len(self._executables) > before:
-                self._plans.clear()  # what ran in a larger size may have one of its own now
+                self._packer.forget_plans()  # what ran in a larger size may have one of its own now
                 self._warns = True
 
     def _warn_of_compilation(self, named: Mapping[str, tuple[torch.Tensor, str]]) -> None:
@@ -372,7 +363,7 @@ class DeviceProposer:
 
     def _forget_executables(self) -> None:
         self._executables.clear()
-        self._plans.clear()
+        self._packer.forget_plans()
         self._captured.clear()
         self._warns = False
 

@@ -17,9 +17,10 @@ from jspec.axes import INT32_MAX, PAD_SLOT
 from jspec.metadata import next_power_of_2
 from jspec.models import hidden_cache
 from jspec.proposers.extract_hidden import ExtractHiddenStatesConfig
-from torch_bridge.interop.checks import check_are_tensors, check_has, check_tensors, first_rows
+from torch_bridge.interop.checks import check_are_tensors, check_has, check_tensors
 from torch_bridge.interop.dlpack import check_not_forked, to_torch
-from torch_bridge.interop.packing import Layout, Plan, int64_pairs
+from torch_bridge.interop.layout import Layout, int64_pairs
+from torch_bridge.interop.packing import Plan
 from torch_bridge.proposers.device import DeviceProposer
 from torch_bridge.proposers.prepare import backup_tokens, metadata_first
 from torch_bridge.proposers.settings import count_first, read
@@ -119,14 +120,12 @@ class ExtractHiddenStatesProposer(DeviceProposer):
                 f"{owner}: `target_hidden_states` has shapes {shapes}, wanted "
                 f"{len(self.config.hidden_layers)} of [T, {size}], one for each layer that is kept."
             )
-        slots = first_rows(
-            owner,
-            *("slot_mapping", common_attn_metadata.slot_mapping, "int", num_rows, self.device),
-        )
-        words, store = self._pack([slots, *target_hidden_states])
-        # The tiny second result is what orders this memory before the next step's writes.
+        slots = common_attn_metadata.slot_mapping
+        check_tensors(owner, {"slot_mapping": (slots, "int T..")}, self.device, T=num_rows)
+        words, store = self._pack([slots[:num_rows], *target_hidden_states])
+        # The tiny second result makes the next step's writes wait for this one's reads.
         self._memory, done = store(self._memory, words)
-        self._packer.take(done, 1)
+        self._packer.take(done, 1, 1)
         with torch.inference_mode(False):  # so that it may be written to anywhere
             return sampled_token_ids[:, :1].clone()
 
@@ -163,15 +162,16 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         Raises:
           TypeError, ValueError: a tensor does not fit; named.
         """
-        op, batch = "prepare_next_token_ids_padded", gpu_input_batch
-        check_tensors(op, {"sampled_token_ids": (sampled_token_ids, "int B W")})
-        sampled, discard = sampled_token_ids[:, 0], discard_request_mask
-        discard = first_rows(
-            op, "discard_request_mask", discard, "bool", len(sampled), sampled.device
-        )
+        batch, discard = gpu_input_batch, discard_request_mask
+        tensors = {
+            "sampled_token_ids": (sampled_token_ids, "int B W"),
+            "discard_request_mask": (discard, "bool B.."),
+        }
+        check_tensors("prepare_next_token_ids_padded", tensors)
+        sampled = sampled_token_ids[:, 0]
         backup = backup_tokens(requests, batch, len(sampled), sampled.device)
         is_token = (sampled >= 0) & (sampled < batch.vocab_size)
-        kept = is_token & ~discard
+        kept = is_token & ~discard[: len(sampled)]
         return torch.where(kept, sampled.to(torch.int32), backup), is_token.to(torch.int32)
 
     def read_hidden_states(self, block_table_row: Sequence[int], num_tokens: int) -> torch.Tensor:

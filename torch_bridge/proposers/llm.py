@@ -18,7 +18,8 @@ from jspec.metadata import next_power_of_2, row_request
 from jspec.state import Batch
 from torch_bridge.interop.checks import check_are_tensors, check_tensors, of_metadata
 from torch_bridge.interop.dlpack import check_not_forked
-from torch_bridge.interop.packing import Layout, Plan, int64_pairs, to_int32
+from torch_bridge.interop.layout import Layout, int64_pairs, without_padding
+from torch_bridge.interop.packing import Plan, to_int32
 from torch_bridge.proposers import rows
 from torch_bridge.proposers.device import DeviceProposer
 from torch_bridge.proposers.prepare import Preparing
@@ -62,7 +63,7 @@ class LLMProposer(Preparing, DeviceProposer):
         for bucket in sorted({self._bucket(power, num_tokens) for power in powers}):
             for columns in self._numbers_of_drafts(bucket[0]):
                 tokens = self._run(step, hidden, columns, bucket)
-                self._packer.take(tokens, 0)  # the next step is packed where this one is read
+                self._packer.take(tokens, 0, 0)  # the next step is packed into the same memory
 
     @count_first
     def propose(
@@ -155,11 +156,7 @@ class LLMProposer(Preparing, DeviceProposer):
                 del given["target_hidden_states"]
             check_are_tensors(owner, **given)
             raise
-        drafts = self._packer.take(tokens, num_requests)
-        if drafts.shape[1] == columns:
-            return drafts
-        with torch.inference_mode(False):  # what comes out may be written to anywhere
-            return drafts[:, :columns].contiguous()
+        return self._packer.take(tokens, num_requests, columns)
 
     def take_last_draft_probs(self) -> None:
         """Returns None: drafts are greedy, which verification takes for certain."""
@@ -222,9 +219,7 @@ class LLMProposer(Preparing, DeviceProposer):
             },
             self.device,
         )
-        return (
-            query_start[1:].long() - 1 - (to_int32(index) if index.dtype == torch.int64 else index)
-        )
+        return query_start[1:].long() - 1 - to_int32(index)
 
     def _flat_table(self, table: torch.Tensor) -> torch.Tensor:
         if table.ndim != 2 or not table.shape[1]:
@@ -342,11 +337,8 @@ def _batch(arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]]) -> Batc
     """Pads a step as jspec's data contract says: nothing behind the live sizes is as it came."""
     num_requests = arrays["next_token_ids"].shape[0]
     num_rows = arrays["target_token_ids"].shape[0]
-    request = jnp.arange(num_requests + 1, dtype=jnp.int32)
-    live = request[:-1] < sizes["B"]
-    start = arrays["query_start_loc"]
-    end = start.at[sizes["B"]].get(mode="clip", wrap_negative_indices=False)
-    start = jnp.where(request < sizes["B"], start, end)
+    request = jnp.arange(num_requests, dtype=jnp.int32)
+    live, start = without_padding(arrays["query_start_loc"], sizes["B"])
     length = jnp.diff(start)
     # A request whose rows were all rejected kept nothing: the original drafts from its neighbour.
     rejected = jnp.where(live, arrays["num_rejected_tokens_gpu"], 0)
@@ -364,7 +356,7 @@ def _batch(arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]]) -> Batc
     flat_table = arrays["block_table_tensor"]
     column = jnp.arange(flat_table.shape[0] // num_requests, dtype=jnp.int32)[None]
     has_page = live[:, None] & (column < width)
-    place = jnp.where(has_page, request[:-1, None] * width + column, PAD_SLOT)
+    place = jnp.where(has_page, request[:, None] * width + column, PAD_SLOT)
     return Batch(
         token_ids=arrays["target_token_ids"],
         positions=positions,
@@ -375,7 +367,7 @@ def _batch(arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]]) -> Batc
             mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False
         ),
         num_drafts=zeros,
-        request_slot=jnp.where(live, request[:-1], PAD_SLOT),
+        request_slot=jnp.where(live, request, PAD_SLOT),
         backup_token=zeros,
         discard=~live,
         hidden=arrays.get("target_hidden_states"),

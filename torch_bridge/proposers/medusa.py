@@ -15,7 +15,8 @@ from jspec.metadata import next_power_of_2
 from jspec.state import Batch
 from torch_bridge.interop.checks import check_are_tensors
 from torch_bridge.interop.dlpack import check_not_forked
-from torch_bridge.interop.packing import Layout, Plan, int64_pairs
+from torch_bridge.interop.layout import Layout, int64_pairs
+from torch_bridge.interop.packing import Plan
 from torch_bridge.proposers.device import DeviceProposer
 from torch_bridge.proposers.settings import count_first, drafts_of_step
 
@@ -58,11 +59,7 @@ class MedusaProposer(DeviceProposer):
         check_are_tensors(type(self).__name__, target_hidden_states=target_hidden_states)
         words, draft = self._pack([target_hidden_states])
         self._memory, tokens = draft(self._params, self._memory, words)
-        drafts = self._packer.take(tokens, target_hidden_states.shape[0])
-        if columns == drafts.shape[1]:
-            return drafts
-        with torch.inference_mode(False):  # what comes out may be written to anywhere
-            return drafts[:, :columns].contiguous()
+        return self._packer.take(tokens, target_hidden_states.shape[0], columns)
 
     def _plan(
         self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]

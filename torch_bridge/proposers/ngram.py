@@ -13,8 +13,10 @@ import torch
 from jspec.axes import PAD_TOKEN
 from jspec.metadata import next_power_of_2
 from jspec.pallas import ngram_match
+from torch_bridge.interop.checks import check_tensors
 from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, placement
-from torch_bridge.interop.packing import Field, Layout, Packer
+from torch_bridge.interop.layout import Layout, layout_of
+from torch_bridge.interop.packing import Packer, Plan
 from torch_bridge.interop.shared import alias, empty, on_device
 from torch_bridge.proposers.ngram_batch import (
     copy_num_valid_draft_tokens,
@@ -70,11 +72,9 @@ class NgramProposerGPU:
         check_preallocation(self.device)
         self._packer = Packer(self.device, owner)
         self._placed = placement(self._packer.device)
-        self._steps: dict[Any, Any] = {}
         self._copy = empty((0, 0), torch.int32, self.device)
         self._shared: dict[int, jax.Array] = {}
         self._shared_key: Any = None
-        self._returned: Any = None
         self._warm_up()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -117,35 +117,36 @@ class NgramProposerGPU:
         """
         check_not_forked()
         columns = drafts_of_step(type(self).__name__, num_speculative_tokens, self.k)
-        self._check("num_tokens_no_spec", num_tokens_no_spec, "B")
-        B = num_tokens_no_spec.shape[0]
-        self._check("token_ids_gpu", token_ids_gpu, "B S", B, (torch.int32,))
-        self._check("valid_sampled_token_ids_gpu", valid_sampled_token_ids_gpu, "B W", B)
-        self._check("valid_sampled_tokens_count", valid_sampled_tokens_count, "B", B)
+        table, num_tokens = token_ids_gpu, num_tokens_no_spec
+        sampled, count = valid_sampled_token_ids_gpu, valid_sampled_tokens_count
+        given = {
+            "num_tokens_no_spec": (num_tokens, "int B"),
+            "token_ids_gpu": (table, "int32 B S"),
+            "valid_sampled_token_ids_gpu": (sampled, "int B W"),
+            "valid_sampled_tokens_count": (count, "int B"),
+        }
+        _, sizes = check_tensors(type(self).__name__, given, self.device)
+        B = sizes["B"]
         if B == 0:
             nothing = torch.empty((0, columns), dtype=torch.int32, device=self.device)
             return nothing, nothing.new_empty(0)
         self._packer.follow_stream()
         with torch.inference_mode():  # in which tensors of both kinds may be written to
-            _append(
-                token_ids_gpu,
-                num_tokens_no_spec,
-                valid_sampled_token_ids_gpu,
-                valid_sampled_tokens_count,
-            )
-            table = self._table(token_ids_gpu, self._bucket(B))
-        tensors = {"num_tokens": num_tokens_no_spec, "count": valid_sampled_tokens_count}
-        rows = table.shape[0]
-        step = self._steps.get(rows)
-        if step is None:
-            layout = Layout(tuple(Field(name, "B") for name in tensors), (("B", rows),))
-            step = self._steps[rows] = layout, _compiled(layout, self.min_n, self.max_n, self.k)
-        layout, match = step
-        plan = self._packer.plan(layout, tensors, {"B": B})
+            _append(table, num_tokens, sampled, count)
+            histories = self._table(table, self._bucket(B))
+        rows = histories.shape[0]
+
+        def plan() -> tuple[Plan, Any]:
+            packed = {"num_tokens": (num_tokens, "int B"), "count": (count, "int B")}
+            layout = layout_of(packed, {"B": rows})
+            planned = self._packer.plan(layout, {n: x for n, (x, _) in packed.items()}, sizes)
+            return planned, _compiled(layout, self.min_n, self.max_n, self.k)
+
+        words, match = self._packer.pack_planned(rows, [num_tokens, count], plan)
         with self._placed():
-            found = match(table, self._packer.pack(plan, list(tensors.values())))
+            found = match(histories, words)
         # One copy: the drafts of all rows, then the counts.
-        self._returned, both = self._packer.own(found, rows * self.k + B, torch.int32)
+        both = self._packer.own(found, rows * self.k + B, torch.int32)
         drafts, num_valid = both[: B * self.k].view(B, self.k), both[rows * self.k :]
         if columns < self.k:
             return drafts[:, :columns].contiguous(), num_valid.clamp_(max=columns)
@@ -190,12 +191,14 @@ class NgramProposerGPU:
             sampled = on_device(padded, self.device, torch.int32).reshape(-1, width)
         else:
             sampled = sampled_token_ids
-        self._check("sampled_token_ids", sampled, "B W", B)
-        self._check("token_ids_gpu", token_ids_gpu, "B S", B, (torch.int32,), or_more=True)
-        self._check("num_tokens_no_spec", num_tokens_no_spec, "B", B, or_more=True)
-        discard = discard_request_mask
-        self._check("discard_request_mask", discard, "B", B, (torch.bool,), or_more=True)
-        sampled = sampled.masked_fill(discard[:B].unsqueeze(1), PAD_TOKEN)
+        given = {
+            "sampled_token_ids": (sampled, "int B W"),
+            "token_ids_gpu": (token_ids_gpu, "int32 B.. S"),
+            "num_tokens_no_spec": (num_tokens_no_spec, "int B.."),
+            "discard_request_mask": (discard_request_mask, "bool B.."),
+        }
+        check_tensors(type(self).__name__, given, self.device, B=B)
+        sampled = sampled.masked_fill(discard_request_mask[:B].unsqueeze(1), PAD_TOKEN)
         valid = (sampled != PAD_TOKEN) & (sampled < gpu_input_batch.vocab_size)
         count = valid.sum(1, dtype=torch.int32)
         newest = sampled.gather(1, (count.long() - 1).clamp_(min=0).unsqueeze(1)).squeeze(1)
@@ -236,43 +239,6 @@ class NgramProposerGPU:
             self.propose(zeros[:rows], table[:rows], nothing[:rows], zeros[:rows])
         self._shared, self._shared_key = {}, None
 
-    def _check(
-        self,
-        name: str,
-        tensor: Any,
-        axes: str,
-        rows: int | None = None,
-        dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64),
-        or_more: bool = False,
-    ) -> None:
-        owner = type(self).__name__
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{owner}: `{name}` is a {type(tensor).__module__}.{type(tensor).__name__}, wanted "
-                f"a torch tensor on {self.device}. Make one first: torch.as_tensor({name}, "
-                f"device={str(self.device)!r})."
-            )
-        here, there = self.device, tensor.device
-        if (here.type, here.index or 0) != (there.type, there.index or 0):
-            raise ValueError(
-                f"{owner}: `{name}` is on {there}, and the drafter on {here}. Move it first: "
-                f"{name}.to({str(here)!r})."
-            )
-        if tensor.dtype not in dtypes:
-            raise TypeError(
-                f"{owner}: `{name}` has dtype {tensor.dtype}, wanted "
-                f"{' or '.join(map(str, dtypes))}. Convert it first: {name}.to({dtypes[0]})."
-            )
-        fits = tensor.ndim == len(axes.split())
-        if fits and rows is not None:
-            fits = tensor.shape[0] >= rows if or_more else tensor.shape[0] == rows
-        if not fits:
-            wanted = "" if rows is None else f" with B = {rows}{' or more' if or_more else ''}"
-            raise ValueError(
-                f"{owner}: `{name}` has shape {tuple(tensor.shape)}, wanted [{axes}]{wanted}. Pass "
-                "one row for each request of this step."
-            )
-
 
 _INT64_MAX = 2**63 - 1
 
@@ -282,9 +248,8 @@ def _append(
 ) -> None:
     """Writes sampled tokens behind the known ones of each row, in place."""
     last = token_ids.shape[1] - 1
-    start = (num_tokens.long() & _INT64_MAX).unsqueeze(
-        1
-    )  # a length below 0 lies far behind the row
+    # A negative length becomes a place far after the end of the row.
+    start = (num_tokens.long() & _INT64_MAX).unsqueeze(1)
     # Columns beyond the end of a row repeat the one that lands on its last cell: of writes to one
     # cell, a device may keep any.
     column = torch.arange(sampled.shape[1], device=sampled.device)

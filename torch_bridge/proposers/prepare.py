@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from jspec.axes import PAD_TOKEN
-from torch_bridge.interop.checks import check_tensors, first_rows
+from torch_bridge.interop.checks import check_tensors
 from torch_bridge.interop.metadata import HOST_LENGTHS, has_own, remade
 from torch_bridge.interop.shared import on_device
+from torch_bridge.ops.kernels import eagle_prepare_inputs_padded, eagle_prepare_next_token_padded
 
 
 def metadata_first(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,24 +101,17 @@ class Preparing:
           TypeError, ValueError: a tensor does not fit; named. ValueError: a request was given
             embeddings in place of a prompt.
         """
-        op, discard = "prepare_next_token_ids_padded", discard_request_mask
-        if isinstance(sampled_token_ids, list):
+        sampled, batch = sampled_token_ids, gpu_input_batch
+        if isinstance(sampled, list):
             raise TypeError(
-                f"{op}: `sampled_token_ids` is a list, wanted a torch tensor. Lists on the "
-                "host are for prepare_next_token_ids_cpu."
+                "prepare_next_token_ids_padded: `sampled_token_ids` is a list, wanted a torch "
+                "tensor. Lists on the host are for prepare_next_token_ids_cpu."
             )
-        check_tensors(op, {"sampled_token_ids": (sampled_token_ids, "int B W")})
-        num_rows, device = sampled_token_ids.shape[0], sampled_token_ids.device
-        discard = first_rows(op, "discard_request_mask", discard, "bool", num_rows, device)
-        backup = backup_tokens(requests, gpu_input_batch, num_rows, device)
-        with torch.inference_mode(False):  # what comes out may be written to anywhere
-            valid = sampled_token_ids != PAD_TOKEN
-            valid &= sampled_token_ids < gpu_input_batch.vocab_size
-            valid.masked_fill_(discard.unsqueeze(1), False)
-            count = valid.sum(1, dtype=torch.int32)
-            last = valid.cumsum(1).argmax(1)  # the first of the highest counts: the last valid lane
-            newest = sampled_token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
-            return torch.where(count > 0, newest.to(torch.int32), backup), count
+        check_tensors("prepare_next_token_ids_padded", {"sampled_token_ids": (sampled, "int B W")})
+        backup = backup_tokens(requests, batch, sampled.shape[0], sampled.device)
+        return eagle_prepare_next_token_padded(
+            sampled, discard_request_mask, backup, batch.vocab_size
+        )
 
     def prepare_inputs_padded(
         self,
@@ -146,19 +139,11 @@ class Preparing:
         cad = common_attn_metadata
         num_requests = cad.num_reqs
         starts = cad.query_start_loc_cpu[: num_requests + 1].tolist()
-        op, device = "prepare_inputs_padded", cad.query_start_loc.device
-        ends, count = (
-            first_rows(op, name, tensor, "int", num_requests, device)
-            for name, tensor in (
-                ("cu_num_draft_tokens", spec_decode_metadata.cu_num_draft_tokens),
-                ("valid_sampled_tokens_count", valid_sampled_tokens_count),
-            )
+        index, num_rejected = eagle_prepare_inputs_padded(
+            spec_decode_metadata.cu_num_draft_tokens,
+            valid_sampled_tokens_count,
+            cad.query_start_loc[: num_requests + 1],
         )
-        with torch.inference_mode(False):  # what comes out may be written to anywhere
-            drafts = ends.to(torch.int32, copy=True)
-            drafts[1:] -= ends[:-1]
-            num_rejected = ((drafts + 1 - count) * (drafts > 0)).to(torch.int32)
-            index = cad.query_start_loc[1 : num_requests + 1] - 1 - num_rejected
         metadata = remade(
             cad,
             num_actual_tokens=starts[-1],
