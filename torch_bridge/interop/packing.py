@@ -14,7 +14,7 @@ from jspec.axes import INT32_MAX
 from jspec.metadata import next_power_of_2
 from torch_bridge.interop.dlpack import Stream, check_not_forked, from_host, jax_device
 from torch_bridge.interop.layout import INT32_MIN, Field, Layout
-from torch_bridge.interop.shared import alias, empty, with_index
+from torch_bridge.interop.shared import alias, empty, torch_device
 
 _KEPT_RESULTS = 4
 _MOST_SLICES = 4096
@@ -57,10 +57,10 @@ class Packer:
         self.owner = owner
         self.stream = Stream(device) if device.type == "cuda" else None
         self.device = jax_device(device)
-        self._torch_device = with_index(device)
+        self._torch_device = torch_device(device, owner)
         self._plans: dict[Any, tuple[Plan, Any]] = {}
-        self._numbers = self._words = self._empty((0,), torch.int32)
-        self._zeros = self._empty((0,), torch.int32)
+        self._numbers = self._words = self._empty(0)
+        self._zeros = self._empty(0)
         self._fronts: dict[int, torch.Tensor] = {}
         self._taken: deque[torch.Tensor] = deque(maxlen=_KEPT_RESULTS)
         self._arrays: dict[int, jax.Array] = {}
@@ -195,7 +195,7 @@ class Packer:
     def zeros(self, size: int) -> torch.Tensor:
         """Returns int32 zeros, which must only be read."""
         if size > self._zeros.shape[0]:
-            self._zeros = self._empty((next_power_of_2(size),), torch.int32).zero_()
+            self._zeros = self._empty(next_power_of_2(size)).zero_()
         return self._zeros[:size]
 
     def follow_stream(self) -> None:
@@ -233,15 +233,15 @@ class Packer:
         words = self._fronts.get(count)
         if words is None:
             if count > self._words.shape[0]:
-                self._words = self._empty((count,), torch.int32)
+                self._words = self._empty(count)
                 self._fronts, self._arrays = {}, {}
             elif len(self._fronts) >= _MOST_SLICES:
                 self._fronts.clear()
             words = self._fronts[count] = self._words[:count]
         return words
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return empty(shape, dtype, self._torch_device)
+    def _empty(self, size: int) -> torch.Tensor:
+        return empty((size,), torch.int32, self._torch_device)
 
 
 def to_int32(tensor: torch.Tensor) -> torch.Tensor:

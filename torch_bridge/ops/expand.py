@@ -65,7 +65,7 @@ def copy_and_expand_eagle_inputs(
       The rows. Cells that the original leaves unwritten hold padding.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is refused by name.
 
     Source: vLLM v1/spec_decode/utils.py, copy_and_expand_eagle_inputs_kernel.
 
@@ -147,7 +147,7 @@ def copy_and_expand_dflash_inputs(
     block_size: int,
     num_speculative_tokens: int,
 ) -> BlockInputs:
-    """Lays out a block of query rows behind each request's accepted context.
+    """Lays out a block of query rows after each request's accepted context.
 
     No limit of the model is looked at, as in the original; past the table its last column answers,
     and a page of -1 has no slot. Positions are computed in 32 bits, as in
@@ -167,7 +167,7 @@ def copy_and_expand_dflash_inputs(
       The rows.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is refused by name.
 
     Source: vLLM v1/spec_decode/utils.py, copy_and_expand_dflash_inputs_kernel.
 

@@ -84,7 +84,7 @@ def set_inputs_first_pass(
       The rows. A row to sample from lies in its request, also where all of it was rejected.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is refused by name.
 
     Source: vLLM v1/spec_decode/llm_base_proposer.py, set_inputs_first_pass.
     """
@@ -245,7 +245,7 @@ def set_inputs_first_pass_dflash(
     parallel_drafting_token_id: int,
     block_size: int,
 ) -> BlockFirstPassInputs:
-    """Lays a block of query rows behind the accepted context of each request.
+    """Lays a block of query rows after the accepted context of each request.
 
     Slots are the recorded ones: no limit of the model is looked at.
 
@@ -262,7 +262,7 @@ def set_inputs_first_pass_dflash(
       The rows.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is refused by name.
 
     Source: vLLM v1/spec_decode/dflash.py, DFlashProposer.set_inputs_first_pass.
     """

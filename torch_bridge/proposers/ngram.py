@@ -17,14 +17,14 @@ from torch_bridge.interop.checks import check_tensors
 from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, placement
 from torch_bridge.interop.layout import Layout, layout_of
 from torch_bridge.interop.packing import Packer, Plan
-from torch_bridge.interop.shared import alias, empty, on_device
+from torch_bridge.interop.shared import alias, empty, on_device, torch_device
 from torch_bridge.proposers.ngram_batch import (
     copy_num_valid_draft_tokens,
     update_ngram_gpu_tensors_incremental,
     update_scheduler_for_invalid_drafts,
 )
 from torch_bridge.proposers.ngram_host import NgramProposer, lookup_bounds
-from torch_bridge.proposers.settings import Settings, count_first, drafts_of_step, torch_device
+from torch_bridge.proposers.settings import Settings, count_first, drafts_of_step
 
 __all__ = [
     "NgramProposer",
@@ -99,7 +99,7 @@ class NgramProposerGPU:
 
         Args:
           num_tokens_no_spec: int [B] known tokens of each row before this step; not changed.
-          token_ids_gpu: int32 [B, S] known tokens, rewritten; what lies behind them is not read.
+          token_ids_gpu: int32 [B, S] known tokens, rewritten; what lies after them is not read.
           valid_sampled_token_ids_gpu: int [B, W] sampled tokens; a PAD leaves its cell as it was,
             and what would land outside of its row is dropped.
           valid_sampled_tokens_count: int [B] columns of it that count; 0 drafts nothing.
@@ -110,7 +110,7 @@ class NgramProposerGPU:
           and how many drafts lead up to the first PAD.
 
         Raises:
-          TypeError, ValueError: an argument does not fit; named. RuntimeError: this process was
+          TypeError, ValueError: an argument is refused by name. RuntimeError: this process was
             forked.
 
         Source: vLLM v1/spec_decode/ngram_proposer_gpu.py, NgramProposerGPU.propose.
@@ -180,7 +180,7 @@ class NgramProposerGPU:
           to PAD.
 
         Raises:
-          TypeError, ValueError: an argument does not fit; named.
+          TypeError, ValueError: an argument is refused by name.
 
         Source: vLLM v1/spec_decode/ngram_proposer_gpu.py, NgramProposerGPU.update_token_ids_ngram.
         """
@@ -211,7 +211,7 @@ class NgramProposerGPU:
         return rows if num_requests > self.max_num_seqs else min(rows, self.max_num_seqs)
 
     def _table(self, token_ids: torch.Tensor, rows: int) -> jax.Array:
-        """Hands the histories to JAX, with what lies behind them up to so many rows."""
+        """Hands the histories to JAX, with the memory after them up to so many rows."""
         B, width = token_ids.shape
         num_tokens = token_ids.untyped_storage().nbytes() // 4 - token_ids.storage_offset()
         # JAX wants 64 bytes of alignment on a CPU, XLA 16 on a GPU.
@@ -246,7 +246,7 @@ _INT64_MAX = 2**63 - 1
 def _append(
     token_ids: torch.Tensor, num_tokens: torch.Tensor, sampled: torch.Tensor, count: torch.Tensor
 ) -> None:
-    """Writes sampled tokens behind the known ones of each row, in place."""
+    """Writes sampled tokens after the known ones of each row, in place."""
     last = token_ids.shape[1] - 1
     # A negative length becomes a place far after the end of the row.
     start = (num_tokens.long() & _INT64_MAX).unsqueeze(1)

@@ -115,7 +115,7 @@ def copy_num_valid_draft_tokens(
     Args:
       num_valid_draft_tokens_cpu: int32 [R] pinned, rewritten up to the batch's size.
       num_valid_draft_tokens_copy_stream: waits for the current stream; None on a CPU.
-      num_valid_draft_tokens_event: recorded behind the copy; None on a CPU.
+      num_valid_draft_tokens_event: recorded after the copy; None on a CPU.
       num_valid_draft_tokens: int32 [B] of `NgramProposerGPU.propose`; None does nothing.
       batch_size: requests in the batch.
 

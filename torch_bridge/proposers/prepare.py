@@ -98,7 +98,7 @@ class Preparing:
           discarded.
 
         Raises:
-          TypeError, ValueError: a tensor does not fit; named. ValueError: a request was given
+          TypeError, ValueError: a tensor is refused by name. ValueError: a request was given
             embeddings in place of a prompt.
         """
         sampled, batch = sampled_token_ids, gpu_input_batch
@@ -134,7 +134,7 @@ class Preparing:
           int32 [B] each.
 
         Raises:
-          TypeError, ValueError: a tensor does not fit; named.
+          TypeError, ValueError: a tensor is refused by name.
         """
         cad = common_attn_metadata
         num_requests = cad.num_reqs
@@ -223,7 +223,7 @@ class Preparing:
 def backup_tokens(
     requests: Mapping[str, Any], gpu_input_batch: Any, num_rows: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns the last known token of each request, int32 [num_rows]; 0 in rows behind them."""
+    """Returns the last known token of each request, int32 [num_rows]; 0 in rows after them."""
     num_requests = min(gpu_input_batch.num_reqs, num_rows)
     backup = [
         int(requests[request_id].get_token_id(int(length) - 1))

@@ -104,7 +104,7 @@ def _share(
             f"{V} rows of {D}. Pass the path of the target's checkpoint where the module holds a "
             "part of the table (tensor parallelism)."
         )
-    table = table.detach()[:V]  # rows behind the vocabulary are padding
+    table = table.detach()[:V]  # rows after the vocabulary are padding
     if table.device != device:
         return to_jax(table.to(device), name=name)
     # Weights of a mapped file may lie where JAX cannot read them on a CPU: then they are copied.
