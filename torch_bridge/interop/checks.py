@@ -1,5 +1,6 @@
 """Checks of tensors and metadata: dtype, shape and device."""
 
+import functools
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
@@ -44,7 +45,7 @@ def check_are_tensors(op: str, **tensors: Any) -> None:
 
 
 def of_metadata(op: str, cad: Any, name: str, more: int = 0) -> torch.Tensor:
-    """Returns the first entries of a tensor of the metadata's, which may be longer.
+    """Returns the entries of a metadata tensor that belong to requests; it may be longer.
 
     Args:
       op: for messages.
@@ -63,7 +64,7 @@ def of_metadata(op: str, cad: Any, name: str, more: int = 0) -> torch.Tensor:
         if length > size:
             return tensor[:size]
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        pass  # only now is it found what is wrong, as that takes time
+        pass  # the checks below take time, so they run only now
     check_has(op, "common_attn_metadata", cad, "num_reqs", name)
     if not isinstance(cad.num_reqs, Integral):
         raise TypeError(
@@ -105,8 +106,7 @@ def check_tensors(
     owners: dict[str, str] = {}
     first: list[str] = []
     for name, (tensor, form) in tensors.items():
-        kind, *axes = form.split()
-        wanted = _WANTED[kind]
+        wanted, axes = _parsed(form)
         check_are_tensors(op, **{name: tensor})
         if tensor.dtype not in wanted:
             raise TypeError(
@@ -119,29 +119,41 @@ def check_tensors(
                 f"{op}: `{name}` is on {tensor.device}, wanted {device}, as the other tensors. "
                 f"Move it first: {name}.to({str(device)!r})."
             )
-        shape = f"`{name}` has shape {tuple(tensor.shape)}, wanted [{', '.join(axes)}]"
-        if tensor.ndim != len(axes) or not all(tensor.shape[1:]):
-            raise ValueError(
-                f"{op}: {shape}{' with a column or more' if axes[1:] else ''}. Reshape it."
-            )
-        for axis, length in zip(axes, tensor.shape, strict=True):
-            letter, _, more = axis.removesuffix("..").partition("+")
-            size = length - int(more or 0)
-            if axis.endswith("..") and size < sizes[letter]:
-                raise ValueError(
-                    f"{op}: `{name}` has {size} entries, wanted {sizes[letter]} or more. Pass one "
-                    "for each request or row."
-                )
-            if not axis.endswith("..") and (sizes.setdefault(letter, size) != size or size < 0):
+        shape = tensor.shape
+        if len(shape) != len(axes) or not all(shape[1:]):
+            least = " with a column or more" if axes[1:] else ""
+            raise ValueError(f"{op}: {_shape_of(name, tensor, form)}{least}. Reshape it.")
+        for (letter, more, or_longer), length in zip(axes, shape, strict=True):
+            size = length - more
+            if or_longer:
+                if size < sizes[letter]:
+                    raise ValueError(
+                        f"{op}: `{name}` has {size} entries, wanted {sizes[letter]} or more. Pass "
+                        "one for each request or row."
+                    )
+            elif sizes.setdefault(letter, size) != size or size < 0:
                 as_owner = f", as `{owners[letter]}` has it" if letter in owners else ""
                 raise ValueError(
-                    f"{op}: {shape} with {letter} = {sizes[letter]}{as_owner}. Pass one entry for "
-                    "each request or row."
+                    f"{op}: {_shape_of(name, tensor, form)} with {letter} = {sizes[letter]}"
+                    f"{as_owner}. Pass one entry for each request or row."
                 )
             owners.setdefault(letter, name)
-        first.append(axes[0].removesuffix("..").partition("+")[0])
+        first.append(axes[0][0])
     assert device is not None  # there is a tensor
     return device, {letter: sizes[letter] for letter in first}
+
+
+def _shape_of(name: str, tensor: torch.Tensor, form: str) -> str:
+    axes = ", ".join(form.split()[1:])
+    return f"`{name}` has shape {tuple(tensor.shape)}, wanted [{axes}]"
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(form: str) -> tuple[tuple[torch.dtype, ...], list[tuple[str, int, bool]]]:
+    """Returns the dtypes of a form, and of each axis: letter, entries more, or longer."""
+    kind, *axes = form.split()
+    parts = [(axis.removesuffix("..").partition("+"), axis.endswith("..")) for axis in axes]
+    return _WANTED[kind], [(letter, int(more or 0), longer) for (letter, _, more), longer in parts]
 
 
 _INT32, _INT64 = torch.int32, torch.int64

@@ -64,7 +64,7 @@ class Packer:
         self._fronts: dict[int, torch.Tensor] = {}
         self._taken: deque[torch.Tensor] = deque(maxlen=_KEPT_RESULTS)
         self._arrays: dict[int, jax.Array] = {}
-        self._outside = torch.inference_mode(False)  # what comes out may be written to anywhere
+        self._outside = torch.inference_mode(False)  # results may be written to in every mode
         self._last: Any = None  # the stream that reads and writes this memory
 
     def pack_planned(
@@ -88,7 +88,7 @@ class Packer:
             key = key, _forms(tensors)
             planned = self._plans.get(key)
         except (AttributeError, RuntimeError, TypeError):
-            plan()  # names what is no dense tensor
+            plan()  # raises an error that names the tensor
             raise
         if planned is None:
             if len(self._plans) >= _MOST_PLANS:
@@ -136,7 +136,7 @@ class Packer:
         """
         check_not_forked()
         self.follow_stream()
-        words = self._first_words(plan.num_words)  # which makes room for all of it
+        words = self._first_words(plan.num_words)  # which allocates enough for all words
         parts = [plan.header]
         for tensor, as_words in zip(tensors, plan.as_words, strict=True):
             parts.append(tensor if as_words is None else as_words(tensor))

@@ -22,7 +22,7 @@ def torch_device(device: Any, owner: str) -> torch.device:
             "torch.device('cuda:0') or 'cpu'."
         ) from error
     if device.type == "cpu":
-        return torch.device("cpu")  # tensors never say cpu:0
+        return torch.device("cpu")  # torch never says cpu:0
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -91,7 +91,7 @@ def compute_new_slot_mapping(
 def _new_slots(
     arrays: Arrays, *, impl: str, page_size: int, num_new_tokens: int, max_model_len: int
 ) -> tuple[Array]:
-    del impl  # there is one
+    del impl  # plain JAX is the only one
     added = arrays["live"].shape[0] * num_new_tokens
     return (
         metadata.compute_new_slot_mapping(
@@ -144,7 +144,7 @@ def extend_all_queries_by_N(
 
 
 def _extended(arrays: Arrays, *, impl: str, num_new_tokens: int) -> tuple[Array, Array]:
-    del impl  # there is one
+    del impl  # plain JAX is the only one
     slots = jnp.zeros(arrays["live"].shape[0] * num_new_tokens, jnp.int32)
     new = metadata.extend_all_queries_by_N(metadata_of(arrays, 0), num_new_tokens, slots)
     return new.query_start, new.seq_lens
@@ -239,7 +239,7 @@ def update_num_computed_tokens_for_batch_change(
 
 
 def _batch_change(arrays: Arrays, *, impl: str) -> tuple[Array, Array]:
-    del impl  # there is one
+    del impl  # plain JAX is the only one
     return metadata.update_num_computed_tokens_for_batch_change(
         arrays["num_computed_tokens"],
         arrays["num_accepted_tokens"],

@@ -1,4 +1,4 @@
-"""vLLM's index kernels that lay a step's rows out anew, on tensors of torch.
+"""vLLM's index kernels that add rows to a step, on tensors of torch.
 
 Source: vLLM v1/spec_decode/utils.py.
 """
@@ -15,7 +15,7 @@ from torch_bridge.ops.run import Arrays, page_table, run
 
 
 class ExpandedInputs(NamedTuple):
-    """What a drafter's first pass runs on: R = T + B * (slots - shift) rows.
+    """Inputs of a drafter's first pass: R = T + B * (slots - shift) rows.
 
     Attributes:
       input_ids: int32 [R].
@@ -46,7 +46,7 @@ def copy_and_expand_eagle_inputs(
     num_padding_slots_per_request: int,
     shift_input_ids: bool,
 ) -> ExpandedInputs:
-    """Lays a step's rows out anew, with the next token and room for drafts after the accepted ones.
+    """Adds the next token and rows for drafts after the accepted rows of each request.
 
     Positions are computed in 32 bits; larger ones become the largest that leave room to count on.
 
@@ -106,7 +106,7 @@ def _expand_eagle(arrays: Arrays, *, num_slots: int, shift: bool, **static: Any)
     longest = positions.shape[0] + num_requests * num_slots
     rows = expand_eagle(
         arrays["target_token_ids"],
-        jnp.minimum(positions, INT32_MAX - longest),  # they are counted on from
+        jnp.minimum(positions, INT32_MAX - longest),  # room to count on
         arrays["next_token_ids"],
         arrays["query_start_loc"],
         arrays["query_end_loc"],
@@ -118,7 +118,7 @@ def _expand_eagle(arrays: Arrays, *, num_slots: int, shift: bool, **static: Any)
 
 
 class BlockInputs(NamedTuple):
-    """What a block drafter runs on: T context rows, B * W query rows (W = drafts + 1).
+    """Inputs of a block drafter: T context rows, B * W query rows (W = drafts + 1).
 
     Attributes:
       input_ids: int32 [B * W].
@@ -204,7 +204,7 @@ def copy_and_expand_dflash_inputs(
 def _expand_dflash(arrays: Arrays, *, num_drafts: int, **static: Any) -> tuple[Any, ...]:
     rows = expand_dflash(
         arrays["next_token_ids"],
-        jnp.minimum(arrays["target_positions"], INT32_MAX - num_drafts - 1),  # counted on from
+        jnp.minimum(arrays["target_positions"], INT32_MAX - num_drafts - 1),  # room to count on
         arrays["query_start_loc"],
         page_table(arrays),
         arrays.get("num_rejected_tokens"),

@@ -19,7 +19,7 @@ from torch_bridge.ops.run import Arrays, run
 
 
 class FirstPassInputs(NamedTuple):
-    """What a drafter's first pass runs on: R rows. The first three are what vLLM's method returns.
+    """Inputs of a drafter's first pass of R rows. The first three are what vLLM's method returns.
 
     Attributes:
       num_tokens: R.
@@ -189,7 +189,7 @@ def _expanded(arrays: Arrays, *, num_slots: int, **static: Any) -> tuple[Array, 
     num_rows, num_requests = arrays["target_token_ids"].shape[0], arrays["live"].shape[0]
     rows = metadata.set_inputs_first_pass(
         arrays["target_token_ids"],
-        # They are counted on from: none may wrap around.
+        # Room to count on: none may wrap around.
         jnp.minimum(arrays["target_positions"], INT32_MAX - num_rows - num_requests * num_slots),
         arrays["next_token_ids"],
         metadata_of(arrays, num_rows),
@@ -214,7 +214,7 @@ def _expanded(arrays: Arrays, *, num_slots: int, **static: Any) -> tuple[Array, 
 
 
 class BlockFirstPassInputs(NamedTuple):
-    """What a block drafter runs on. The first three are what vLLM's method returns.
+    """Inputs of a block drafter. The first three are what vLLM's method returns.
 
     Attributes:
       num_tokens: query rows, B * (1 + drafts).
@@ -245,7 +245,7 @@ def set_inputs_first_pass_dflash(
     parallel_drafting_token_id: int,
     block_size: int,
 ) -> BlockFirstPassInputs:
-    """Lays a block of query rows after the accepted context of each request.
+    """Adds a block of query rows after the accepted context of each request.
 
     Slots are the recorded ones: no limit of the model is looked at.
 
@@ -318,7 +318,7 @@ def set_inputs_first_pass_dflash(
 def _block(arrays: Arrays, *, num_drafts: int, **static: Any) -> tuple[Any, ...]:
     positions = arrays["target_positions"]
     rows = metadata.set_inputs_first_pass_dflash(
-        jnp.minimum(positions, INT32_MAX - num_drafts - 1),  # they are counted on from
+        jnp.minimum(positions, INT32_MAX - num_drafts - 1),  # room to count on
         arrays["next_token_ids"],
         metadata_of(arrays, positions.shape[0]),
         num_rejected=_num_rejected(arrays),

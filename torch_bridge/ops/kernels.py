@@ -1,4 +1,4 @@
-"""vLLM's index kernels that keep a step's rows, on tensors of torch.
+"""vLLM's index kernels that add no rows, on tensors of torch.
 
 Source: vLLM v1/spec_decode/utils.py.
 """
@@ -32,7 +32,7 @@ def eagle_step_update_slot_mapping_and_metadata(
     1; fed back, that position counts up through real slots, as in the original.
 
     Args:
-      positions_1d: int [B] place of the token just drafted from; row 0 of the three for M-RoPE.
+      positions_1d: int [B] position of the token just drafted from; row 0 of the three for M-RoPE.
       block_table_tensor: int [B, M] pages, or more rows; a view of a wider table will do. Past the
         table its last column answers.
       seq_lens: int [B] or longer; KV length before the step, written over with that after it.
@@ -101,7 +101,7 @@ def eagle_prepare_inputs_padded(
     """Finds each request's last accepted row, and counts the rejected rows after it.
 
     A request that had drafts and keeps no token (count 0) gets the row before its first, -1 for the
-    first request, as recorded.
+    first request, as in vLLM.
 
     Args:
       cu_num_draft_tokens: int [B] or longer; drafts verified up to and including each request.
@@ -128,7 +128,7 @@ def eagle_prepare_inputs_padded(
         "valid_sampled_tokens_count": (counts, "int B.."),
     }
     _, sizes = check_tensors("eagle_prepare_inputs_padded", tensors)
-    with torch.inference_mode(False):  # what comes out may be written to anywhere
+    with torch.inference_mode(False):  # results may be written to in every mode
         ends, counts = (to_int32(x[: sizes["B"]]) for x in (ends, counts))
         num_drafts = torch.cat([ends[:1], ends.diff()])
         num_rejected = (num_drafts + 1 - counts) * (num_drafts > 0)
@@ -174,7 +174,7 @@ def eagle_prepare_next_token_padded(
     }
     _, sizes = check_tensors(op, tensors)
     B = sizes["B"]
-    with torch.inference_mode(False):  # what comes out may be written to anywhere
+    with torch.inference_mode(False):  # results may be written to in every mode
         valid = (sampled != PAD_TOKEN) & (sampled < vocab_size)
         valid.masked_fill_(discard[:B].unsqueeze(1), False)
         count = valid.sum(1, dtype=torch.int32)

@@ -128,7 +128,7 @@ def _cuts(results: str, sizes: Sizes) -> list[tuple[int, torch.dtype]]:
 _DTYPES = {"int": torch.int32, "long": torch.int64, "bool": torch.bool, "float": torch.float32}
 
 
-@torch.inference_mode(False)  # what comes out may be written to everywhere
+@torch.inference_mode(False)  # results may be written to in every mode
 def _take(
     packer: Packer,
     words: Array,

@@ -268,7 +268,7 @@ class DeviceProposer:
           tensors: of the step.
           forms: name to form of each, in their order; see `check_tensors`.
           static: what else the executable depends on.
-          bucket: asked of `_bucket`.
+          bucket: passed to `_bucket`.
 
         Returns:
           (words, executable).
@@ -311,7 +311,7 @@ class DeviceProposer:
 
     def _bucket(self, sizes: Mapping[str, int], asked: Any) -> dict[str, int]:
         """Returns what the first axes of a step's tensors are padded to, by letter."""
-        del asked  # by nobody here
+        del asked  # read by classes that compile for given buckets
         return {letter: next_power_of_2(size) for letter, size in sizes.items()}
 
     def _captured_for(

@@ -1,4 +1,4 @@
-"""Hidden states kept for later, called as vLLM's runner calls it.
+"""Storage of the target's hidden states, with the methods that vLLM's runner calls.
 
 Source: vLLM v1/spec_decode/extract_hidden_states.py.
 """
@@ -20,11 +20,11 @@ from torch_bridge.interop.checks import check_are_tensors, check_has, check_tens
 from torch_bridge.interop.dlpack import to_torch
 from torch_bridge.interop.layout import Layout, int64_pairs
 from torch_bridge.proposers.device import DeviceProposer
-from torch_bridge.proposers.prepare import backup_tokens, metadata_first
+from torch_bridge.proposers.prepare import NextTokens
 from torch_bridge.proposers.settings import count_first, read
 
 
-class ExtractHiddenStatesProposer(DeviceProposer):
+class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
     """Stores the target's hidden states by KV slot; its drafts are fillers. See `DeviceProposer`.
 
     Raises:
@@ -128,42 +128,24 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         with torch.inference_mode(False):  # so that it may be written to anywhere
             return sampled_token_ids[:, :1].clone()
 
-    @metadata_first
-    def prepare_next_token_ids_padded(
-        self,
-        sampled_token_ids: torch.Tensor,
-        requests: Mapping[str, Any],
-        gpu_input_batch: Any,
-        discard_request_mask: torch.Tensor,
+    @staticmethod
+    def _next_tokens(
+        sampled: torch.Tensor, discard: torch.Tensor, backup: torch.Tensor, vocab_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Picks each request's first sampled token, or the last known one where it is none.
+        """Picks each request's first sampled token, or the backup where it is none.
 
-        Takes vLLM's leading `common_attn_metadata`, too, and does not read it.
-
-        Args:
-          sampled_token_ids: int [B, W].
-          requests: by id, with `get_token_id`.
-          gpu_input_batch: `num_reqs`, `req_ids`, `num_tokens_no_spec` and `vocab_size` are read.
-          discard_request_mask: bool [B or more].
-
-        Returns:
-          (next_token_ids int32 [B], count int32 [B]): the count is 1 for a token of the vocabulary,
-          of a discarded request as well.
-
-        Raises:
-          TypeError, ValueError: a tensor is refused by name.
+        Unlike other drafters', the count is 1 for a token of the vocabulary, of a discarded request
+        as well.
         """
-        batch, discard = gpu_input_batch, discard_request_mask
         tensors = {
-            "sampled_token_ids": (sampled_token_ids, "int B W"),
+            "sampled_token_ids": (sampled, "int B W"),
             "discard_request_mask": (discard, "bool B.."),
         }
         check_tensors("prepare_next_token_ids_padded", tensors)
-        sampled = sampled_token_ids[:, 0]
-        backup = backup_tokens(requests, batch, len(sampled), sampled.device)
-        is_token = (sampled >= 0) & (sampled < batch.vocab_size)
-        kept = is_token & ~discard[: len(sampled)]
-        return torch.where(kept, sampled.to(torch.int32), backup), is_token.to(torch.int32)
+        first = sampled[:, 0]
+        is_token = (first >= 0) & (first < vocab_size)
+        kept = is_token & ~discard[: len(first)]
+        return torch.where(kept, first.to(torch.int32), backup), is_token.to(torch.int32)
 
     def read_hidden_states(self, block_table_row: Sequence[int], num_tokens: int) -> torch.Tensor:
         """Reads what was stored for a request's first tokens; waits for the device.

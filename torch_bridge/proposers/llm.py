@@ -1,4 +1,4 @@
-"""Drafters with a decoder of their own, called as vLLM's runner calls its own.
+"""Drafters with a decoder of their own, with the methods that vLLM's runner calls.
 
 A step crosses to JAX once and back once. Source: vLLM v1/spec_decode/llm_base_proposer.py.
 """

@@ -1,4 +1,4 @@
-"""Medusa heads, called as vLLM's runner calls them. Source: vLLM v1/spec_decode/medusa.py."""
+"""Medusa heads, with the methods of vLLM's proposer. Source: vLLM v1/spec_decode/medusa.py."""
 
 import functools
 from collections.abc import Callable

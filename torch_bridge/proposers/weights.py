@@ -26,7 +26,7 @@ def target_of(
     *,
     owner: str,
 ) -> Model:
-    """Returns as much of a target as a drafter is loaded with: shape, embedding and head.
+    """Returns the parts of a target that a drafter is loaded with: config, embedding and head.
 
     Args:
       target: a module of vLLM's or transformers' form, whose tables JAX then reads where they are,
