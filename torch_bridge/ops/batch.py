@@ -43,7 +43,7 @@ def compute_new_slot_mapping(
       int64 slots; -1 for rows that store nothing.
 
     Raises:
-      TypeError, ValueError: an argument is refused by name.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, of the same name.
 
@@ -122,7 +122,7 @@ def extend_all_queries_by_N(
       lengths on the host (such as `seq_lens_cpu_upper_bound`) then lack the N rows.
 
     Raises:
-      TypeError, ValueError: an argument is refused by name.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, of the same name.
     """
@@ -206,7 +206,8 @@ def update_num_computed_tokens_for_batch_change(
       cpu_num_computed_tokens: int [B] the host's counts of this batch, on the device.
 
     Raises:
-      TypeError, ValueError: an argument is refused by name, before anything is written.
+      TypeError, ValueError: an argument is invalid: the message names it, and nothing is
+        written.
 
     Source: vLLM v1/spec_decode/utils.py, of the same name.
 

@@ -65,7 +65,7 @@ def copy_and_expand_eagle_inputs(
       The rows. Cells that the original leaves unwritten hold padding.
 
     Raises:
-      TypeError, ValueError: an argument is refused by name.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, copy_and_expand_eagle_inputs_kernel.
 
@@ -167,7 +167,7 @@ def copy_and_expand_dflash_inputs(
       The rows.
 
     Raises:
-      TypeError, ValueError: an argument is refused by name.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, copy_and_expand_dflash_inputs_kernel.
 

@@ -84,7 +84,7 @@ def set_inputs_first_pass(
       The rows. A row to sample from lies in its request, also where all of it was rejected.
 
     Raises:
-      TypeError, ValueError: an argument is refused by name.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/llm_base_proposer.py, set_inputs_first_pass.
     """
@@ -262,7 +262,7 @@ def set_inputs_first_pass_dflash(
       The rows.
 
     Raises:
-      TypeError, ValueError: an argument is refused by name.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/dflash.py, DFlashProposer.set_inputs_first_pass.
     """

@@ -43,7 +43,8 @@ def eagle_step_update_slot_mapping_and_metadata(
       input_batch_size: B with the padding of CUDA graphs; B if None.
 
     Raises:
-      TypeError, ValueError: an argument is refused by name, before anything is written.
+      TypeError, ValueError: an argument is invalid: the message names it, and nothing is
+        written.
 
     Source: vLLM v1/spec_decode/utils.py, of the same name.
 
@@ -112,7 +113,7 @@ def eagle_prepare_inputs_padded(
       (token_indices_to_sample, num_rejected_tokens): int32 [B] each.
 
     Raises:
-      TypeError, ValueError: a tensor is refused by name.
+      TypeError, ValueError: a tensor is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, eagle_prepare_inputs_padded_kernel.
 
@@ -155,7 +156,7 @@ def eagle_prepare_next_token_padded(
       (next_token_ids, valid_sampled_tokens_count): int32 [B] each.
 
     Raises:
-      TypeError, ValueError: an argument is refused by name.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, eagle_prepare_next_token_padded_kernel.
 

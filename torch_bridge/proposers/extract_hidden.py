@@ -96,8 +96,8 @@ class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
           [B, 1] the first sampled tokens, in a tensor of its own.
 
         Raises:
-          TypeError, ValueError: a tensor is refused by name. RuntimeError: `load_model` was not
-            called, or this process was forked.
+          TypeError, ValueError: a tensor is invalid; the message names it. RuntimeError:
+            `load_model` was not called, or this process was forked.
         """
         del slot_mappings, num_speculative_tokens
         self._ready()

@@ -108,9 +108,10 @@ class LLMProposer(Preparing, DeviceProposer):
           would grow beyond `max_model_len`, and where it kept no token.
 
         Raises:
-          TypeError, ValueError: a tensor is refused by name. NotImplementedError: embeddings are
-            given, positions of three axes where rows are added, or metadata of decode context
-            parallelism. RuntimeError: no weights are loaded, or this process was forked.
+          TypeError, ValueError: a tensor is invalid; the message names it. NotImplementedError:
+            embeddings are given, positions of three axes where rows are added, or metadata of
+            decode context parallelism. RuntimeError: no weights are loaded, or this process was
+            forked.
         """
         del sampling_metadata, slot_mappings
         owner = self._owner
@@ -189,7 +190,7 @@ class LLMProposer(Preparing, DeviceProposer):
             check_tensors(self._owner, {_TABLE: (table, "int B M")})
         return table.reshape(-1)
 
-    def _table_width(self, num_drafts: int) -> int:
+    def _table_width(self, columns: int) -> int:
         """Returns what a table is padded to: one width for all releases of vLLM.
 
         Source: vLLM v1/worker/block_table.py, get_block_table_width.
@@ -197,7 +198,7 @@ class LLMProposer(Preparing, DeviceProposer):
         pages = -(-self.max_model_len // self.block_size)
         alignment = 128 // math.gcd(128, self.block_size)
         width = -(-pages // alignment) * alignment
-        return width if num_drafts <= width else next_power_of_2(num_drafts)
+        return width if columns <= width else next_power_of_2(columns)
 
     def _in_axes(self, positions: torch.Tensor) -> torch.Tensor:
         """Returns [3, T] positions as they are packed, [T, 3]."""

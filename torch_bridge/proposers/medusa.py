@@ -43,7 +43,7 @@ class MedusaProposer(DeviceProposer):
           int64 [B, K] drafts of torch's own, one of each head.
 
         Raises:
-          TypeError, ValueError: the hidden states are refused. RuntimeError: no weights are loaded,
+          TypeError, ValueError: the hidden states are invalid. RuntimeError: no weights are loaded,
             or this process was forked.
         """
         del sampling_metadata, slot_mappings

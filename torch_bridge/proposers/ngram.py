@@ -107,8 +107,8 @@ class NgramProposerGPU:
           and how many drafts lead up to the first PAD.
 
         Raises:
-          TypeError, ValueError: an argument is refused by name. RuntimeError: this process was
-            forked.
+          TypeError, ValueError: an argument is invalid; the message names it. RuntimeError: this
+            process was forked.
 
         Source: vLLM v1/spec_decode/ngram_proposer_gpu.py, NgramProposerGPU.propose.
         """
@@ -178,7 +178,7 @@ class NgramProposerGPU:
           to PAD.
 
         Raises:
-          TypeError, ValueError: an argument is refused by name.
+          TypeError, ValueError: an argument is invalid; the message names it.
 
         Source: vLLM v1/spec_decode/ngram_proposer_gpu.py, NgramProposerGPU.update_token_ids_ngram.
         """

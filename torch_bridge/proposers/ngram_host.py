@@ -69,7 +69,7 @@ class NgramProposer:
           `max_model_len - n`.
 
         Raises:
-          TypeError, ValueError: an argument is refused by name.
+          TypeError, ValueError: an argument is invalid; the message names it.
 
         Source: vLLM v1/spec_decode/ngram_proposer.py, NgramProposer.propose.
         """

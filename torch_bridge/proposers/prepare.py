@@ -55,8 +55,8 @@ class NextTokens:
           discarded.
 
         Raises:
-          TypeError, ValueError: a tensor is refused by name. ValueError: a request was given
-            embeddings in place of a prompt.
+          TypeError, ValueError: a tensor is invalid; the message names it. ValueError: a request
+            was given embeddings in place of a prompt.
         """
         sampled, batch = sampled_token_ids, gpu_input_batch
         if isinstance(sampled, list):
@@ -139,7 +139,7 @@ class Preparing(NextTokens):
           int32 [B] each.
 
         Raises:
-          TypeError, ValueError: a tensor is refused by name.
+          TypeError, ValueError: a tensor is invalid; the message names it.
         """
         cad = common_attn_metadata
         num_requests = cad.num_reqs

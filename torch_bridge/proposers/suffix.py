@@ -92,7 +92,7 @@ class SuffixDecodingProposer:
           `max_model_len - n - 1`.
 
         Raises:
-          TypeError, ValueError: an argument is refused by name.
+          TypeError, ValueError: an argument is invalid; the message names it.
 
         Source: vLLM v1/spec_decode/suffix_decoding.py, SuffixDecodingProposer.propose.
         """
