@@ -179,7 +179,7 @@ class Step:
         """Times `propose`, the executable in it, and what a runner calls before."""
         proposer = self.proposer
         wanted = self.propose()
-        ((key, (plan, draft)),) = proposer._plans.items()
+        ((key, (plan, draft)),) = proposer._packer._plans.items()
         times: dict[str, list[float]] = defaultdict(list)
         arguments: list[Any] = []
 
@@ -197,7 +197,7 @@ class Step:
 
         def with_executable(executable: Any) -> Callable[[], Any]:
             def propose() -> torch.Tensor:
-                proposer._plans[key] = plan, executable
+                proposer._packer._plans[key] = plan, executable
                 return self.propose()
 
             return propose
@@ -233,7 +233,7 @@ class Step:
             results[place] = {
                 name: round(1e6 * statistics.median(us), 1) for name, us in medians.items()
             }
-        proposer._plans[key] = plan, draft
+        proposer._packer._plans[key] = plan, draft
         return results
 
     def _steps(self, call: Callable[[], None], times: dict[str, list[float]]) -> None:

@@ -1,4 +1,4 @@
-"""jspec's drafters for PyTorch runners, called as vLLM's own are.
+"""jspec's drafters for PyTorch runners, with the signatures of vLLM's.
 
 The only package of the project that imports torch; vLLM it never needs. See docs/pytorch.md.
 """
@@ -43,7 +43,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for: vLLM loads the plug-in in every process, used or not."""
+    """Imports a name when it is used: vLLM loads the plug-in in every process."""
     if name not in __all__:
         raise AttributeError(f"module 'torch_bridge' has no attribute {name!r}")
     try:

@@ -1,7 +1,7 @@
-"""jspec inside vLLM: classes for `method: custom_class`, and a switch for vLLM's own methods.
+"""vLLM plug-in: classes for `method: custom_class`, and a switch that swaps vLLM's own drafters.
 
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`), used or
-not, so JAX is imported where a drafter is made and no sooner.
+not, so JAX is imported only where a drafter is made.
 """
 
 import functools
@@ -22,7 +22,7 @@ SWITCH = "JSPEC_VLLM_SWAP"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _WORKER = "vllm.v1.worker.worker_base"
 _HOME = "vllm.v1.spec_decode"
-_SWAPS = {  # vLLM's module and the class in it, whose name ours has as well
+_SWAPS = {  # vLLM's module and class; jspec's class has the same name
     "ngram": ("ngram_proposer", "NgramProposer"),
     "ngram_gpu": ("ngram_proposer_gpu", "NgramProposerGPU"),
     "suffix": ("suffix_decoding", "SuffixDecodingProposer"),
@@ -39,7 +39,7 @@ logger = logging.getLogger("vllm.jspec")  # vLLM shows its own logger and those 
 
 
 def register() -> None:
-    """Lets vLLM's workers draft with jspec if the environment variable JSPEC_VLLM_SWAP says so.
+    """Makes vLLM's workers draft with jspec if the environment variable JSPEC_VLLM_SWAP says so.
 
     Its value is `all` or a list of methods with commas between them, such as `eagle3,suffix`.
     Without it nothing of vLLM is imported or changed. A second call changes nothing more.
@@ -112,7 +112,7 @@ def _drafter_of(worker: Any) -> Any:
 
 
 def _swap(worker: Any) -> "_Swap | None":
-    """Puts jspec's class of the engine's method where the runner looks vLLM's up.
+    """Replaces vLLM's class of the engine's method where the runner looks it up.
 
     Returns:
       What was swapped, None where the variable does not name the engine's method.
@@ -134,13 +134,13 @@ def _swap(worker: Any) -> "_Swap | None":
             f"VLLM_USE_V2_MODEL_RUNNER=0 beside {SWITCH}."
         )
     home, name = _SWAPS[method]
-    # The runner imports this one from its home wherever it needs it.
+    # The runner imports this class inside functions.
     place = _import(f"{_HOME}.{home}" if name == "NgramProposer" else _RUNNER)
     theirs = _class_of(place, name)
     fractions = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
     if not any(os.environ.get(fraction) for fraction in fractions):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from jspec._user_cache import keep_executables  # brings JAX
+    from jspec._user_cache import keep_executables  # imports JAX
 
     keep_executables()
     ours = getattr(torch_bridge, name)
@@ -179,7 +179,12 @@ def _warm_up(drafter: Any) -> None:
     logger.info("jspec compiled its drafting in %.1f s.", time.perf_counter() - start)
 
 
-class CustomNgram:
+class _Custom:
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: there are no weights."""
+
+
+class CustomNgram(_Custom):
     """N-gram lookup for vLLM's `method: custom_class`; see `torch_bridge.NgramProposer`.
 
     vLLM sets `prompt_lookup_min` and `prompt_lookup_max` to 0 for this method, so both are read
@@ -200,9 +205,6 @@ class CustomNgram:
             _Overlay(vllm_config, speculative_config=speculative)
         )
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: there are no weights."""
-
     def propose(
         self,
         sampled_token_ids: Sequence[Sequence[int]],
@@ -216,7 +218,7 @@ class CustomNgram:
         )
 
 
-class CustomSuffix:
+class CustomSuffix(_Custom):
     """Suffix decoding for vLLM's `method: custom_class`; see `SuffixDecodingProposer`.
 
     vLLM hands over rows without ids, and rows move. A row belongs to the request whose whole text
@@ -239,9 +241,6 @@ class CustomSuffix:
         self._rows: list[_Request] = []
         self._num_started = 0
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: there are no weights."""
-
     def propose(
         self,
         sampled_token_ids: Sequence[Sequence[int]],
@@ -249,7 +248,7 @@ class CustomSuffix:
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Adds the sampled tokens to what the requests said, and drafts.
+        """Adds the sampled tokens to the requests' tokens, and drafts.
 
         Args:
           sampled_token_ids: what each request sampled in this step; one without drafts nothing.

@@ -70,6 +70,6 @@ def resident_bytes() -> int:
 
 
 def packed(packer, layout, tensors, sizes):
-    """Plans a step's tensors and packs them."""
+    """Plans and packs a step's tensors, which fit the layout."""
     plan = packer.plan(layout, tensors, sizes)
     return packer.pack(plan, [tensors[field.name] for field in layout.fields])

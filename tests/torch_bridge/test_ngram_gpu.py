@@ -224,7 +224,7 @@ ARGUMENTS = {
     "change, error, words",
     [
         (lambda t: t.to("meta" if t.device.type == "cpu" else "cpu"), ValueError, "is on .*Move"),
-        (lambda t: t.cpu().numpy(), TypeError, "numpy.ndarray.*torch.as_tensor"),
+        (lambda t: t.cpu().numpy(), TypeError, "ndarray.*torch.as_tensor"),
         (lambda t: t.float(), TypeError, "float32.*int32"),
         (lambda t: t[:1], ValueError, r"B.*2\b"),
         (lambda t: t[..., None], ValueError, "shape.*B"),

@@ -110,7 +110,7 @@ BAD = [
         good_pass,
         {"extra_slots_per_request": 1, "target_positions": torch.zeros(2).long()},
         ValueError,
-        "target_positions.*wanted 3",
+        "target_positions.*T = 3",
     ),
 ]
 
@@ -197,6 +197,9 @@ def test_other_arguments_that_do_not_fit_are_named():
 
 
 def test_a_tensor_on_another_device_is_named():
+    elsewhere = torch.zeros(3, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match="valid_sampled_tokens_count.*meta.*Move it"):
+        ops.eagle_prepare_inputs_padded(ints(1, 2), elsewhere, ints(0, 1, 2))
     with pytest.raises(ValueError, match="query_start_loc.*meta.*Move it"):
-        start = torch.zeros(3, dtype=torch.int32, device="meta")
-        ops.eagle_prepare_inputs_padded(ints(1, 2), ints(1, 2), start)
+        one = ints(1)
+        ops.copy_and_expand_eagle_inputs(one, one, one, elsewhere[:2], ints(0), 0, 7, 1, False)

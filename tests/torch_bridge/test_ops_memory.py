@@ -226,9 +226,11 @@ from torch_bridge import ops
 
 def step():
     one = torch.ones(1, dtype=torch.int32)
-    return ops.eagle_prepare_inputs_padded(one, one, torch.tensor([0, 2]))
+    start = torch.tensor([0, 2])
+    rows = torch.tensor([8, 9])
+    return ops.copy_and_expand_eagle_inputs(rows, rows, one, start, one, 0, 7, 1, True)
 
-assert step()[0].tolist() == [0]
+assert step().input_ids.tolist() == [9, 1]
 child = os.fork()
 if child == 0:
     try:

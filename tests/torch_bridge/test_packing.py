@@ -13,8 +13,10 @@ torch = pytest.importorskip("torch")
 
 from tests.support import torch_forms as forms
 from tests.support.counting import backend_compiles
+from torch_bridge.interop.checks import check_tensors
 from torch_bridge.interop.dlpack import from_host
-from torch_bridge.interop.packing import Field, Layout, Packer, kind_of
+from torch_bridge.interop.layout import Field, Layout, layout_of
+from torch_bridge.interop.packing import Packer
 
 _DTYPES = {
     "int32": torch.int32,
@@ -253,24 +255,26 @@ _ids = torch.zeros(3, dtype=torch.int64)
 @pytest.mark.parametrize(
     "tensor, error, message",
     [
-        (None, ValueError, r"`ids` is a NoneType, wanted a dense tensor of shape \(3, 2\)"),
-        (np.zeros((3, 2)), ValueError, "`ids` is a ndarray, wanted"),
-        (_ids, ValueError, r"`ids` is \(3,\), wanted a dense tensor of shape \(3, 2\)"),
-        (_ids.new_zeros(2, 2), ValueError, r"`ids` is \(2, 2\).*one entry for each"),
-        (_ids.new_zeros(4, 2), ValueError, r"`ids` is \(4, 2\)"),
-        (_ids.new_zeros(3, 2).to_sparse(), ValueError, "`ids` is a Tensor, wanted a dense"),
+        (None, TypeError, "`ids` is a NoneType, wanted a torch tensor"),
+        (np.zeros((3, 2)), TypeError, "`ids` is a ndarray, wanted"),
+        (_ids, ValueError, r"`ids` has shape \(3,\), wanted \[B, W\] with a column or more"),
+        (_ids.new_zeros(2, 2), ValueError, r"`ids` has shape \(2, 2\).*B = 3.*one entry for each"),
+        (_ids.new_zeros(4, 2), ValueError, r"`ids` has shape \(4, 2\).*B = 3"),
+        (_ids.new_zeros(3, 4), ValueError, r"`ids` has shape \(3, 4\).*W = 2, as `rows` has it"),
+        (_ids.new_zeros(3, 2).to_sparse(), TypeError, "`ids` is sparse or nested, wanted a dense"),
         (torch.zeros(3, 2), TypeError, r"`ids` has dtype torch.float32, wanted torch.int64 or .*"),
-        (_ids.new_zeros(3, 2).to("meta"), ValueError, "`ids` is on meta, and the drafter on cpu"),
+        (_ids.new_zeros(3, 2).to("meta"), ValueError, "`ids` is on meta, wanted cpu"),
     ],
     ids=str,
 )
 def test_a_tensor_that_does_not_fit_is_refused_by_name(tensor, error, message):
-    packer = Packer(torch.device("cpu"), "Owner")
-    layout = Layout((Field("ids", "B", shape=(2,), kind="int64"),), (("B", 4),))
+    given = {"rows": (torch.zeros(3, 2), "float B W"), "ids": (tensor, "long B W")}
     with pytest.raises(error, match=f"Owner: {message}"):
-        packer.plan(layout, {"ids": tensor}, {"B": 3})
-    with pytest.raises(ValueError, match="Owner: `ids` is a NoneType"):
-        packer.plan(layout, {"other": tensor}, {"B": 3})
+        check_tensors("Owner", given)
+    with pytest.raises(error, match="Owner: `ids` "):
+        Packer(torch.device("cpu"), "Owner").pack_planned(
+            0, [tensor], lambda: check_tensors("Owner", given)
+        )
 
 
 @pytest.mark.any_device
@@ -301,9 +305,18 @@ def test_a_size_that_the_layout_has_not_is_refused(size):
 def test_what_was_refused_leaves_the_packer_usable():
     packer = Packer(torch.device("cpu"), "Owner")
     layout = Layout((Field("ids", "B"),), (("B", 4),))
-    with pytest.raises(TypeError):
-        forms.packed(packer, layout, {"ids": torch.zeros(3)}, {"B": 3})
-    words = forms.packed(packer, layout, {"ids": torch.arange(3, dtype=torch.int32)}, {"B": 3})
+
+    def pack(tensor):
+        def plan():
+            _, sizes = check_tensors("Owner", {"ids": (tensor, "int B")})
+            return packer.plan(layout, {"ids": tensor}, sizes), None
+
+        return packer.pack_planned(layout, [tensor], plan)[0]
+
+    for wrong in (torch.zeros(3), [1, 2, 3], torch.zeros(3).int().to_sparse()):
+        with pytest.raises(TypeError, match="Owner: `ids` "):
+            pack(wrong)
+    words = pack(torch.arange(3, dtype=torch.int32))
     _check(layout, words, {"ids": np.arange(3, dtype=np.int32)}, {"B": 3})
 
 
@@ -327,7 +340,7 @@ def test_two_threads_pack_at_once(device):
                 }
                 arrays, _ = unpack(forms.packed(packer, layout, tensors, {"B": n}))
                 for name, value in values.items():
-                    _, got = packer.own(arrays[name], n, torch.int64)
+                    got = packer.own(arrays[name], n, torch.int64)
                     if not np.array_equal(got.cpu().numpy(), value):
                         wrong.append((seed, name, n))
         except Exception as error:  # a thread's own would be lost
@@ -346,13 +359,12 @@ def test_two_threads_pack_at_once(device):
 def test_a_packer_goes_on_in_another_mode(mode, device):
     fields = Field("ids", "B"), Field("hidden", "B", shape=(2,), kind="float32")
     layouts = [Layout(fields, (("B", most),)) for most in (2, 64, 2)]
-    values, kept = {"ids": np.int32([7, 8]), "hidden": np.ones((2, 2), np.float32)}, []
+    values = {"ids": np.int32([7, 8]), "hidden": np.ones((2, 2), np.float32)}
 
     def step(layout):
         words = forms.packed(packer, layout, tensors, {"B": 2})
         _check(layout, words, values, {"B": 2})
-        held, drafts = packer.own(jax.jit(layout.unpack)(words)[0]["ids"], 2, torch.int32)
-        kept.append(held)
+        drafts = packer.own(jax.jit(layout.unpack)(words)[0]["ids"], 2, torch.int32)
         return drafts, packer.zeros(5)
 
     with mode():
@@ -379,12 +391,16 @@ def test_a_default_device_of_torch_changes_nothing():
 
 @pytest.mark.any_device
 @pytest.mark.parametrize("kind", list(_DTYPES))
-def test_kind_of_names_the_kind_that_takes_a_tensor(kind):
-    assert kind_of(torch.zeros(1, dtype=_DTYPES[kind])) == kind
+def test_a_layout_takes_the_kind_of_a_tensor_and_one_width_of_integers(kind):
+    tensor = torch.zeros(1, dtype=_DTYPES[kind])
+    forms_of = ["int", "long"] if kind.startswith("int") else [kind]
+    for form in forms_of:
+        (field,) = layout_of({"x": (tensor, f"{form} B")}, {"B": 1}).fields
+        assert field.kind == {"int": "int32", "long": "int64"}.get(form, kind)
 
 
-def test_a_dtype_that_no_field_takes_is_refused():
+@pytest.mark.parametrize("form", ["int B", "long B", "float B", "bool B"])
+def test_a_dtype_that_no_field_takes_is_refused(form):
     tensor = torch.zeros(1, dtype=torch.float64)
-    layout = Layout((Field("ids", "B", kind=kind_of(tensor)),), (("B", 1),))
-    with pytest.raises(TypeError, match="`ids` has dtype torch.float64, wanted torch.int32"):
-        Packer(torch.device("cpu"), "Owner").plan(layout, {"ids": tensor}, {"B": 1})
+    with pytest.raises(TypeError, match="`ids` has dtype torch.float64, wanted torch"):
+        check_tensors("Owner", {"ids": (tensor, form)})

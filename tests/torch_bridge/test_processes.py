@@ -15,7 +15,8 @@ import os, signal, sys, warnings
 warnings.simplefilter("ignore")  # Python and JAX warn of forks
 import jax, jax.numpy as jnp, torch
 from torch_bridge.interop.dlpack import jax_device, to_jax, to_torch
-from torch_bridge.interop.packing import Field, Layout, Packer
+from torch_bridge.interop.layout import Field, Layout
+from torch_bridge.interop.packing import Packer
 
 tensor = torch.arange(3, dtype=torch.int32)
 layout = Layout((Field("ids", "B"),), (("B", 4),))

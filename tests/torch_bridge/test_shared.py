@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 
 from tests.support import torch_forms as forms
 from torch_bridge.interop.dlpack import jax_device, to_torch
-from torch_bridge.interop.packing import Field, Layout, Packer
+from torch_bridge.interop.layout import Field, Layout
+from torch_bridge.interop.packing import Packer
 from torch_bridge.interop.shared import alias, empty
 
 
@@ -64,12 +65,12 @@ def test_memory_that_jax_cannot_share_has_no_alias(tensor):
 def test_own_returns_the_first_rows_in_memory_of_torchs_own(num_rows, dtype, packer, device):
     with jax.default_device(jax_device(device)):
         result = jnp.arange(8, dtype=jnp.int32).reshape(4, 2)
-    first, second = (packer.own(result, num_rows, dtype)[1] for _ in range(2))
+    first, second = (packer.own(result, num_rows, dtype) for _ in range(2))
     assert first.dtype == dtype and first.device.type == device.type
     first.fill_(-1)
     expected = [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert second.tolist() == expected[:num_rows] and result.tolist() == expected
-    assert packer.own(result, 4, dtype)[1].tolist() == expected
+    assert packer.own(result, 4, dtype).tolist() == expected
 
 
 @pytest.mark.any_device
@@ -79,7 +80,7 @@ def test_own_returns_the_first_rows_in_memory_of_torchs_own(num_rows, dtype, pac
 def test_own_takes_what_is_no_integer(dtype, packer, device):
     with jax.default_device(jax_device(device)):
         result = jnp.array([1, 0, 1], str(dtype).removeprefix("torch."))
-    assert packer.own(result, 2, dtype)[1].tolist() == [1, 0]
+    assert packer.own(result, 2, dtype).tolist() == [1, 0]
     assert to_torch(result).tolist() == [1, 0, 1]
 
 

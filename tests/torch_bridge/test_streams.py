@@ -15,8 +15,10 @@ torch = pytest.importorskip("torch")
 from tests.support import torch_forms as forms
 from tests.support.torch_runner import no_waits
 from torch_bridge.interop import dlpack
+from torch_bridge.interop.checks import check_tensors
 from torch_bridge.interop.dlpack import Stream, jax_device, to_jax, to_torch
-from torch_bridge.interop.packing import Field, Layout, Packer
+from torch_bridge.interop.layout import Field, Layout
+from torch_bridge.interop.packing import Packer
 from torch_bridge.interop.shared import alias, empty
 
 pytestmark = pytest.mark.gpu
@@ -193,7 +195,7 @@ def test_jax_reads_a_packed_step_after_what_the_stream_holds(stream):
         result = _unpack(forms.packed(packer, _LAYOUT, tensors, {"B": SIZE}))
         return packer.own(result, SIZE, torch.int64)
 
-    _, drafts = _held_up(stream, step)
+    drafts = _held_up(stream, step)
     assert (drafts == 7).all()
 
 
@@ -207,7 +209,7 @@ def test_jax_reads_packed_rows_after_what_the_stream_holds(stream):
         result = _sum_with_rows(forms.packed(packer, _WITH_ROWS, tensors, {"B": SIZE}))
         return packer.own(result, SIZE, torch.int64)
 
-    _, drafts = _held_up(stream, step)
+    drafts = _held_up(stream, step)
     assert (drafts == 17).all()
 
 
@@ -223,7 +225,7 @@ def test_memory_that_was_shared_once_is_read_again(stream):
         result = both(forms.packed(packer, _LAYOUT, tensors, {"B": SIZE}), array)
         return packer.own(result, SIZE, torch.int32)
 
-    _, drafts = _held_up(stream, step)
+    drafts = _held_up(stream, step)
     assert (drafts == 8).all()
 
 
@@ -241,7 +243,7 @@ def test_a_step_on_another_stream_waits_for_the_last_one():
                 kept.append(packer.own(result, SIZE, torch.int64))
         assert not (hold and streams[0].query())
         torch.cuda.synchronize()
-        for value, (_, drafts) in enumerate(kept):
+        for value, drafts in enumerate(kept):
             assert (drafts == value).all()
 
 
@@ -271,9 +273,9 @@ def test_nothing_waits_on_the_host(stream):
         with no_waits():
             rejected = packer.zeros(SIZE)
             words = packer.pack(plan, list(tensors.values()))
-            held, drafts = packer.own(_sum_with_rows(words), SIZE, torch.int64)
+            drafts = packer.own(_sum_with_rows(words), SIZE, torch.int64)
             array = to_jax(ids)
-            return rejected, drafts, to_torch(_add(array)), (held, array, to_jax(ids[1:]))
+            return rejected, drafts, to_torch(_add(array)), (array, to_jax(ids[1:]))
 
     rejected, drafts, added, _ = _held_up(stream, step)
     assert (rejected == 0).all() and (drafts == 4).all() and torch.equal(added, ids + 1)
@@ -304,11 +306,10 @@ def test_pinned_memory_stays_on_the_host(dtype):
 
 def test_tensors_of_the_host_and_of_the_gpu_are_told_apart():
     ids = torch.zeros(2, dtype=torch.int32)
-    layout = Layout((Field("ids", "B"),), (("B", 2),))
-    with pytest.raises(ValueError, match="Owner: `ids` is on cpu, and the drafter on cuda:0"):
-        Packer(torch.device("cuda"), "Owner").plan(layout, {"ids": ids}, {"B": 2})
-    with pytest.raises(ValueError, match="Owner: `ids` is on cuda:0, and the drafter on cpu"):
-        Packer(torch.device("cpu"), "Owner").plan(layout, {"ids": ids.cuda()}, {"B": 2})
+    with pytest.raises(ValueError, match="Owner: `ids` is on cpu, wanted cuda:0"):
+        check_tensors("Owner", {"ids": (ids, "int B")}, torch.device("cuda:0"))
+    with pytest.raises(ValueError, match="Owner: `ids` is on cuda:0, wanted cpu"):
+        check_tensors("Owner", {"ids": (ids.cuda(), "int B")}, torch.device("cpu"))
 
 
 def test_thousands_of_calls_leave_no_memory_behind():
@@ -317,13 +318,12 @@ def test_thousands_of_calls_leave_no_memory_behind():
     device = jax_device(CUDA)
 
     def calls(count):
-        held = None
         for _ in range(count):
             to_torch(_add(to_jax(ids)))
             result = _unpack(forms.packed(packer, _LAYOUT, tensors, {"B": SIZE}))
-            held, _ = packer.own(result, SIZE, torch.int32)
+            packer.own(result, SIZE, torch.int32)
         torch.cuda.synchronize()
-        del held, result
+        del result
         to_torch(_add(to_jax(ids)))  # lets go of what was copied
         torch.cuda.synchronize()
 

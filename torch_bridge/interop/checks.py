@@ -1,5 +1,6 @@
-"""The forms that a step's tensors must have, and errors that say what does not fit."""
+"""Checks of tensors and metadata: dtype, shape and device."""
 
+import functools
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
@@ -7,15 +8,10 @@ from typing import Any
 import torch
 
 from torch_bridge.interop.dlpack import is_dense
-from torch_bridge.interop.packing import Field, Kind, Layout, dtypes_of, kind_of
 
 
 def check_has(op: str, name: str, value: Any, *attributes: str) -> None:
-    """Refuses an argument that lacks an attribute.
-
-    Raises:
-      TypeError: it does; named.
-    """
+    """Raises TypeError for an argument that lacks an attribute."""
     for attribute in attributes:
         if not hasattr(value, attribute):
             raise TypeError(
@@ -25,10 +21,10 @@ def check_has(op: str, name: str, value: Any, *attributes: str) -> None:
 
 
 def check_are_tensors(op: str, **tensors: Any) -> None:
-    """Refuses what is no dense tensor with a dimension or more.
+    """Refuses arguments that are no dense tensors with a dimension or more.
 
     Raises:
-      TypeError, ValueError: an argument is none; named.
+      TypeError: no tensor, or a sparse one. ValueError: a tensor without dimensions.
     """
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
@@ -49,7 +45,7 @@ def check_are_tensors(op: str, **tensors: Any) -> None:
 
 
 def of_metadata(op: str, cad: Any, name: str, more: int = 0) -> torch.Tensor:
-    """Returns the first entries of a tensor of the metadata's, which may be longer.
+    """Returns the entries of a metadata tensor that belong to requests; it may be longer.
 
     Args:
       op: for messages.
@@ -58,7 +54,7 @@ def of_metadata(op: str, cad: Any, name: str, more: int = 0) -> torch.Tensor:
       more: entries beyond one for each request.
 
     Raises:
-      TypeError, ValueError: it is missing, no tensor or too short; named.
+      TypeError, ValueError: it is missing, no tensor or too short.
     """
     try:
         tensor, size = getattr(cad, name), cad.num_reqs + more
@@ -68,7 +64,7 @@ def of_metadata(op: str, cad: Any, name: str, more: int = 0) -> torch.Tensor:
         if length > size:
             return tensor[:size]
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        pass  # what is wrong is looked for now: looking takes time
+        pass  # the checks below take time, so they run only now
     check_has(op, "common_attn_metadata", cad, "num_reqs", name)
     if not isinstance(cad.num_reqs, Integral):
         raise TypeError(
@@ -84,28 +80,33 @@ def of_metadata(op: str, cad: Any, name: str, more: int = 0) -> torch.Tensor:
 
 
 def check_tensors(
-    op: str, tensors: Mapping[str, tuple[Any, str]], device: torch.device | None = None
+    op: str,
+    tensors: Mapping[str, tuple[Any, str]],
+    device: torch.device | None = None,
+    **known: int,
 ) -> tuple[torch.device, dict[str, int]]:
     """Refuses tensors of the wrong dtype, rank, size or device.
 
     Args:
       op: for messages.
-      tensors: name to (tensor, form). A form is "int", "long", "bool" or "float" and axes:
-        "int B+1", "int B M". The first tensor with a letter for its first axis sets that size.
-        Integers may be int32 and int64: an "int" is packed as int32, a "long" as int64.
+      tensors: name to (tensor, form). A form is a dtype and axes: "int B+1", "long T", "float T D",
+        "bool B..". An "int" or a "long" may be int32 or int64, and is packed as int32 or int64; an
+        "int32" is that alone. All axes with one letter have one size, which the first of them
+        sets; "B.." may be longer.
       device: wanted; by default the first tensor's.
+      known: sizes that are known before, by letter.
 
     Returns:
       (device, sizes): of all of them; of the first axes, by letter.
 
     Raises:
-      TypeError, ValueError: a tensor does not fit; named.
+      TypeError, ValueError: a tensor has another dtype, rank, size or device.
     """
-    sizes: dict[str, int] = {}
-    owner: dict[str, str] = {}
+    sizes: dict[str, int] = dict(known)
+    owners: dict[str, str] = {}
+    first: list[str] = []
     for name, (tensor, form) in tensors.items():
-        kind, *axes = form.split()
-        wanted = _WANTED[kind]
+        wanted, axes = _parsed(form)
         check_are_tensors(op, **{name: tensor})
         if tensor.dtype not in wanted:
             raise TypeError(
@@ -118,71 +119,48 @@ def check_tensors(
                 f"{op}: `{name}` is on {tensor.device}, wanted {device}, as the other tensors. "
                 f"Move it first: {name}.to({str(device)!r})."
             )
-        letter, _, more = axes[0].partition("+")
-        if tensor.ndim != len(axes) or not all(tensor.shape[1:]):
-            raise ValueError(
-                f"{op}: `{name}` has shape {tuple(tensor.shape)}, wanted [{', '.join(axes)}]"
-                f"{' with a column or more' if axes[1:] else ''}. Reshape it."
-            )
-        size = tensor.shape[0] - int(more or 0)
-        if sizes.setdefault(letter, size) != size or size < 0:
-            raise ValueError(
-                f"{op}: `{name}` has shape {tuple(tensor.shape)}, wanted [{', '.join(axes)}] with "
-                f"{letter} = {sizes[letter]}, as `{owner.get(letter, name)}` has it. Pass one "
-                "entry for each request or row."
-            )
-        owner.setdefault(letter, name)
+        shape = tensor.shape
+        if len(shape) != len(axes) or not all(shape[1:]):
+            least = " with a column or more" if axes[1:] else ""
+            raise ValueError(f"{op}: {_shape_of(name, tensor, form)}{least}. Reshape it.")
+        for (letter, more, or_longer), length in zip(axes, shape, strict=True):
+            size = length - more
+            if or_longer:
+                if size < sizes[letter]:
+                    raise ValueError(
+                        f"{op}: `{name}` has {size} entries, wanted {sizes[letter]} or more. Pass "
+                        "one for each request or row."
+                    )
+            elif sizes.setdefault(letter, size) != size or size < 0:
+                as_owner = f", as `{owners[letter]}` has it" if letter in owners else ""
+                raise ValueError(
+                    f"{op}: {_shape_of(name, tensor, form)} with {letter} = {sizes[letter]}"
+                    f"{as_owner}. Pass one entry for each request or row."
+                )
+            owners.setdefault(letter, name)
+        first.append(axes[0][0])
     assert device is not None  # there is a tensor
-    return device, sizes
+    return device, {letter: sizes[letter] for letter in first}
 
 
+def _shape_of(name: str, tensor: torch.Tensor, form: str) -> str:
+    axes = ", ".join(form.split()[1:])
+    return f"`{name}` has shape {tuple(tensor.shape)}, wanted [{axes}]"
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(form: str) -> tuple[tuple[torch.dtype, ...], list[tuple[str, int, bool]]]:
+    """Returns the dtypes of a form, and of each axis: letter, entries more, or longer."""
+    kind, *axes = form.split()
+    parts = [(axis.removesuffix("..").partition("+"), axis.endswith("..")) for axis in axes]
+    return _WANTED[kind], [(letter, int(more or 0), longer) for (letter, _, more), longer in parts]
+
+
+_INT32, _INT64 = torch.int32, torch.int64
 _WANTED = {
-    "int": dtypes_of("int32"),
-    "long": dtypes_of("int64"),
+    "int32": (_INT32,),
+    "int": (_INT32, _INT64),
+    "long": (_INT64, _INT32),
     "bool": (torch.bool,),
     "float": (torch.bfloat16, torch.float16, torch.float32),
 }
-
-
-def first_rows(
-    op: str, name: str, tensor: Any, kind: str, size: int, device: torch.device
-) -> torch.Tensor:
-    """Returns the first entries of a tensor that may be longer than the batch.
-
-    Raises:
-      TypeError, ValueError: it is shorter, or of another dtype, rank or device.
-    """
-    check_long_enough(op, name, tensor, kind, size, device)
-    return tensor[:size]
-
-
-def check_long_enough(
-    op: str, name: str, tensor: Any, kind: str, size: int, device: torch.device
-) -> None:
-    """Refuses a tensor that is shorter than the batch, or of another dtype, rank or device."""
-    check_tensors(op, {name: (tensor, f"{kind} B")}, device)
-    if tensor.shape[0] < size:
-        raise ValueError(
-            f"{op}: `{name}` has {tensor.shape[0]} entries, wanted {size} or more. Pass one for "
-            "each request."
-        )
-
-
-# One width for each argument, the one that vLLM's runner hands over: the other compiles nothing.
-_PACKED_AS: dict[str, Kind] = {"int": "int32", "long": "int64"}
-
-
-def layout_of(tensors: Mapping[str, tuple[torch.Tensor, str]], bucket: Mapping[str, int]) -> Layout:
-    """Lays out tensors that `check_tensors` has passed.
-
-    Args:
-      tensors: name to (tensor, form).
-      bucket: what letters are padded to.
-    """
-    fields = []
-    for name, (tensor, form) in tensors.items():
-        kind, axis, *_ = form.split()
-        letter, _, more = axis.partition("+")
-        packed_as = _PACKED_AS.get(kind) or kind_of(tensor)
-        fields.append(Field(name, letter, int(more or 0), tuple(tensor.shape[1:]), packed_as))
-    return Layout(tuple(fields), tuple(bucket.items()))

@@ -1,4 +1,4 @@
-"""Arrays that cross between PyTorch and JAX without a copy, in the order of the caller's stream.
+"""Arrays passed between PyTorch and JAX without a copy, in the order of the caller's stream.
 
 A crossing costs tens of microseconds of host time on a GPU, so the hot path makes few: see
 `torch_bridge.interop.packing`.
@@ -231,7 +231,7 @@ def jax_device(device: torch.device) -> jax.Device:  # pyright: ignore[reportInv
 
 
 def placement(device: jax.Device) -> Callable[[], Any]:  # pyright: ignore[reportInvalidTypeForm]
-    """Returns what makes a context in which jspec computes on a device.
+    """Returns a function that makes a context in which jspec computes on a device.
 
     Its ops choose their implementation by the default device, which is a GPU where there is one.
     """
@@ -260,7 +260,7 @@ _CLIENTS = ("CLIENT", "PYTHON_CLIENT")  # the second is the older name
 
 
 class Stream:
-    """What orders one CUDA device's work in torch and in JAX, for one thread.
+    """Orders one CUDA device's work in torch and in JAX, for one thread.
 
     Args:
       device: "cuda" or "cuda:i".
@@ -285,7 +285,7 @@ class Stream:
         return stream
 
     def to_jax(self, tensor: torch.Tensor) -> jax.Array:
-        """Hands over a contiguous CUDA tensor, read after what the current stream holds so far."""
+        """Hands over a contiguous CUDA tensor, read after the current stream's work so far."""
         if _import_buffer is None:
             return jax.dlpack.from_dlpack(_Exporter(self, tensor, self._index))
         self.hold_up(self._jax)
@@ -293,7 +293,7 @@ class Stream:
         return _import_buffer(capsule, self._device, self._jax_handle, None, *_DEVICE_KIND)
 
     def hold_up(self, other: torch.cuda.Stream) -> None:
-        """Lets another stream wait for what the current one holds so far."""
+        """Makes another stream wait for the current one's work so far."""
         self._event.record(self.current())
         other.wait_event(self._event)
 
@@ -303,8 +303,8 @@ class Stream:
         owned = view.clone()
         event = torch.cuda.Event()
         event.record(self.current())
-        # JAX may give memory that torch has let go of to its next result, before the queued copy
-        # has read it: what was copied already is let go of here.
+        # JAX may reuse memory that torch released for its next result, before the queued copy has
+        # read it: views are released when their copy is done.
         self._read.append((event, view))
         while self._read and self._read[0][0].query():
             self._read.popleft()
@@ -317,7 +317,9 @@ class Stream:
         return torch_dlpack.from_dlpack(capsule)
 
     def _handle(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self._index)  # a tenth of the public way
+        return torch._C._cuda_getCurrentRawStream(
+            self._index
+        )  # in a tenth of the public call's time
 
 
 _threads = threading.local()
@@ -342,13 +344,13 @@ class _Exporter:
         return 2, self._index
 
     def __dlpack__(self, *, stream: int, **_: Any) -> Any:
-        # JAX has several streams that it takes arrays on, in turns.
+        # JAX imports arrays on several streams in turn.
         self._stream.hold_up(torch.cuda.ExternalStream(stream, self._tensor.device))
         return _to_dlpack(self._tensor)
 
 
 # jax.dlpack.from_dlpack takes 94 us on a GPU (JAX 0.11.2, H200), of which this part takes 20. Where
-# JAX has it no more, the public way gives the same.
+# JAX lacks it, the public function gives the same.
 _import_buffer = getattr(getattr(_jaxlib, "_jax", None), "dlpack_managed_tensor_to_buffer", None)
 _DEVICE_KIND = (2,) if getattr(_jaxlib, "jaxlib_extension_version", 0) >= 467 else ()
 

@@ -1,4 +1,4 @@
-"""New metadata from a caller's, of its own class: which fields go along, and which do not.
+"""Copies of a caller's metadata with other fields, of its own class.
 
 Fields are those of CommonAttentionMetadata in vLLM 0.19 to 0.33; see `docs/pytorch.md`.
 """
@@ -30,7 +30,7 @@ def changed(metadata: Any, **values: Any) -> Any:
 
 
 def remade(metadata: Any, *left_out: str, **values: Any) -> Any:
-    """Returns `changed` metadata in which nothing describes the pass before.
+    """Returns `changed` metadata without the fields that describe the pass before.
 
     Attributes that no release has stay as they are.
 

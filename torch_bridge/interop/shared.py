@@ -1,17 +1,30 @@
-"""Memory of torch that JAX reads step after step, and how numbers get there."""
+"""Memory of torch that JAX reads in every step, and copies of host numbers to a device."""
 
 from typing import Any
 
 import jax
 import torch
 
-from torch_bridge.interop.dlpack import jax_device, to_jax
+from torch_bridge.interop.dlpack import to_jax
 
 
-def with_index(device: torch.device) -> torch.device:
-    """Names the CUDA device that "cuda" stands for."""
-    if device.type == "cuda":
-        return torch.device("cuda", jax_device(device).local_hardware_id)
+def torch_device(device: Any, owner: str) -> torch.device:
+    """Returns a device with its index.
+
+    Raises:
+      TypeError: it is none.
+    """
+    try:
+        device = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            f"{owner}: `device` is {device!r}, wanted a torch device. Pass for example "
+            "torch.device('cuda:0') or 'cpu'."
+        ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")  # torch never says cpu:0
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
@@ -22,7 +35,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def alias(tensor: torch.Tensor) -> jax.Array:
-    """Hands memory to JAX that torch goes on writing to, between two calls of JAX.
+    """Hands memory to JAX that torch rewrites between two calls of JAX.
 
     Args:
       tensor: contiguous; on a CPU aligned to 64 bytes, as what torch allocates is.
@@ -44,7 +57,7 @@ def alias(tensor: torch.Tensor) -> jax.Array:
 @torch.inference_mode(False)
 def on_device(values: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Copies numbers to a device; nothing waits for it on the host."""
-    # The device is named: a caller may have set another default one.
+    # The device is explicit: a caller may have set another default device.
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype, device="cpu")
     pinned = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True)

@@ -1,8 +1,9 @@
 """Single kernels and helpers of a runner, on tensors of torch, with the names of vLLM's.
 
-Each call crosses to JAX once and back once. Sizes are padded to powers of two, so that changing
-batches compile nothing anew; tensors on a GPU are read and written in the order of the caller's
-current stream, and nothing waits for the device. Values are those of `jspec.pallas` and
+`eagle_prepare_inputs_padded` and `eagle_prepare_next_token_padded` run in torch; the others cross
+to JAX once and back once. Sizes are padded to powers of two, so that changing batches compile
+nothing; tensors on a GPU are read and written in the order of the caller's current stream, and
+nothing waits for the device. Values are those of `jspec.pallas` and
 `jspec.metadata`: 32 bits wide inside, where larger ones become the nearest that fit.
 
 Source: vLLM v1/spec_decode/utils.py.

@@ -14,7 +14,7 @@ from jspec.metadata import CommonAttentionMetadata, next_power_of_2
 from jspec.pallas._dispatch import check_sizes
 from torch_bridge.interop.checks import check_tensors, of_metadata
 from torch_bridge.interop.metadata import changed
-from torch_bridge.ops.run import Arrays, page_table, run
+from torch_bridge.ops.run import Arrays, Sizes, page_table, run
 
 
 def compute_new_slot_mapping(
@@ -27,8 +27,8 @@ def compute_new_slot_mapping(
 ) -> torch.Tensor:
     """Looks up the cache slots of a pass whose requests each got more rows.
 
-    The table is read flat, as recorded: where it is too narrow for a position, the next request's
-    row answers. Trailing requests without rows are padding, and get none.
+    The table is read flat, as vLLM does: a position beyond the table's width reads the next
+    request's row. Trailing requests without rows are padding, and get none.
 
     Args:
       cad: before the rows were added; `num_reqs`, `query_start_loc` and `block_table_tensor` are
@@ -43,7 +43,7 @@ def compute_new_slot_mapping(
       int64 slots; -1 for rows that store nothing.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, of the same name.
 
@@ -56,29 +56,31 @@ def compute_new_slot_mapping(
       tensor([21, 22, 23, -1])
     """
     op = "compute_new_slot_mapping"
-    query_start = of_metadata(op, cad, "query_start_loc", 1)
-    B = query_start.shape[0] - 1
     check_sizes(op, block_size=block_size, max_model_len=max_model_len)
     check_sizes(op, 0, num_new_tokens=num_new_tokens)
-    _, sizes = check_tensors(op, {"new_positions": (new_positions, "long R")})
-    num_rows = sizes["R"] - B * num_new_tokens
-    if num_rows < 0:
-        raise ValueError(
-            f"{op}: `new_positions` has {sizes['R']} entries for {B} requests that each got "
-            f"{num_new_tokens} rows, wanted one for each row. Pass the rows of the new layout."
-        )
-    capacity = next_power_of_2(num_rows) + num_new_tokens * next_power_of_2(B)
+
+    def bucket(sizes: Sizes) -> Sizes:
+        num_rows = sizes["R"] - sizes["B"] * num_new_tokens
+        if num_rows < 0:
+            raise ValueError(
+                f"{op}: `new_positions` has {sizes['R']} entries for {sizes['B']} requests that "
+                f"each got {num_new_tokens} rows, wanted one for each row. Pass the rows of the "
+                "new layout."
+            )
+        num_requests = next_power_of_2(sizes["B"])
+        return {"R": next_power_of_2(num_rows) + num_new_tokens * num_requests}
+
     (slots,) = run(
         op,
         _new_slots,
         {
-            "query_start_loc": (query_start, "int B+1"),
+            "query_start_loc": (of_metadata(op, cad, "query_start_loc", 1), "int B+1"),
             "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
             "new_positions": (new_positions, "long R"),
             "is_rejected_token_mask": (is_rejected_token_mask, "bool R"),
         },
-        ((sizes["R"], torch.int64),),
-        capacity={"R": capacity},
+        "long R",
+        bucket=bucket,
         page_size=block_size,
         num_new_tokens=num_new_tokens,
         max_model_len=max_model_len,
@@ -89,7 +91,7 @@ def compute_new_slot_mapping(
 def _new_slots(
     arrays: Arrays, *, impl: str, page_size: int, num_new_tokens: int, max_model_len: int
 ) -> tuple[Array]:
-    del impl  # there is one
+    del impl  # plain JAX is the only one
     added = arrays["live"].shape[0] * num_new_tokens
     return (
         metadata.compute_new_slot_mapping(
@@ -117,33 +119,32 @@ def extend_all_queries_by_N(
     Returns:
       New metadata of the same class; lengths are not bounded by the model's. As in the original,
       fields other than the lengths, starts, counts and slots stay as they are: copies of the
-      lengths on the host (`seq_lens_cpu_upper_bound` and alike) then lack the N rows.
+      lengths on the host (such as `seq_lens_cpu_upper_bound`) then lack the N rows.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, of the same name.
     """
     del arange
     cad, op = common_attn_metadata, "extend_all_queries_by_N"
     check_sizes(op, 0, N=N)
-    query_start, host = of_metadata(op, cad, "query_start_loc", 1), host_starts(op, cad)
-    B = query_start.shape[0] - 1
+    host = host_starts(op, cad)
     start, seq_lens = run(
         op,
         _extended,
         {
-            "query_start_loc": (query_start, "int B+1"),
+            "query_start_loc": (of_metadata(op, cad, "query_start_loc", 1), "int B+1"),
             "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
         },
-        ((B + 1, torch.int32), (B, torch.int32)),
+        "int B+1, int B",
         num_new_tokens=N,
     )
     return extended(cad, host, N, start, seq_lens, new_slot_mapping)
 
 
 def _extended(arrays: Arrays, *, impl: str, num_new_tokens: int) -> tuple[Array, Array]:
-    del impl  # there is one
+    del impl  # plain JAX is the only one
     slots = jnp.zeros(arrays["live"].shape[0] * num_new_tokens, jnp.int32)
     new = metadata.extend_all_queries_by_N(metadata_of(arrays, 0), num_new_tokens, slots)
     return new.query_start, new.seq_lens
@@ -153,7 +154,7 @@ def host_starts(op: str, cad: Any) -> torch.Tensor:
     """Returns the metadata's copy of `query_start_loc` on the host, int [B + 1].
 
     Raises:
-      TypeError, ValueError: it does not fit.
+      TypeError, ValueError: it has another dtype, shape or device.
     """
     name = "query_start_loc_cpu"
     host = of_metadata(op, cad, name, 1)
@@ -169,7 +170,7 @@ def extended(
     seq_lens: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> Any:
-    """Puts what was extended on the device into new metadata, and its host copies beside it."""
+    """Returns metadata with the extended tensors and with extended host copies."""
     num_live = int((host[:-1] < host[-1:]).sum())
     added = torch.arange(host.shape[0], dtype=host.dtype, device=host.device)
     added = added.clamp(max=num_live) * num_new_tokens
@@ -193,7 +194,7 @@ def update_num_computed_tokens_for_batch_change(
     prev_num_draft_tokens: torch.Tensor,
     cpu_num_computed_tokens: torch.Tensor,
 ) -> None:
-    """Brings the counts of the batch before into the order of this one, in place.
+    """Reorders the counts of the batch before for this batch, in place.
 
     Args:
       num_computed_tokens: int [B] or longer; of the batch before, written over with this one's
@@ -205,7 +206,8 @@ def update_num_computed_tokens_for_batch_change(
       cpu_num_computed_tokens: int [B] the host's counts of this batch, on the device.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named, and nothing is written.
+      TypeError, ValueError: an argument is invalid: the message names it, and nothing is
+        written.
 
     Source: vLLM v1/spec_decode/utils.py, of the same name.
 
@@ -226,33 +228,25 @@ def update_num_computed_tokens_for_batch_change(
         "valid_sampled_token_count": (valid_sampled_token_count, "int S"),
         "prev_num_draft_tokens": (prev_num_draft_tokens, "int U"),
     }
-    _, sizes = check_tensors(op, tensors)
-    B = sizes["B"]
-    if sizes["R"] < B:
-        raise ValueError(
-            f"{op}: `num_computed_tokens` has {sizes['R']} entries, wanted {B} or more. Pass the "
-            "whole buffer."
-        )
-    capacity = next_power_of_2(max(sizes.values()))
-    computed, accepted = run(
-        op,
-        _batch_change,
-        tensors,
-        ((B, torch.int32), (B, torch.int32)),
-        capacity=dict.fromkeys("RSU", capacity),
-    )
-    num_computed_tokens[:B].copy_(computed)
+
+    def bucket(sizes: Sizes) -> Sizes:
+        B, most = sizes["B"], next_power_of_2(max(sizes.values()))
+        check_tensors(op, {"num_computed_tokens": (num_computed_tokens, "int B..")}, B=B)
+        return dict.fromkeys("RSU", most)
+
+    computed, accepted = run(op, _batch_change, tensors, "int B, int B", bucket=bucket)
+    num_computed_tokens[: len(computed)].copy_(computed)
     num_accepted_tokens.copy_(accepted)
 
 
 def _batch_change(arrays: Arrays, *, impl: str) -> tuple[Array, Array]:
-    del impl  # there is one
+    del impl  # plain JAX is the only one
     return metadata.update_num_computed_tokens_for_batch_change(
         arrays["num_computed_tokens"],
         arrays["num_accepted_tokens"],
         arrays["prev_positions"],
         arrays["valid_sampled_token_count"],
-        # Behind the batch before lies no request, and so none that had drafts.
+        # After the last request of the batch before, no row had drafts.
         jnp.where(arrays["live_U"] & arrays["live_S"], arrays["prev_num_draft_tokens"], 0),
         arrays["cpu_num_computed_tokens"],
     )

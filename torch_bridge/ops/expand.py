@@ -1,4 +1,4 @@
-"""vLLM's index kernels that lay a step's rows out anew, on tensors of torch.
+"""vLLM's index kernels that add rows to a step, on tensors of torch.
 
 Source: vLLM v1/spec_decode/utils.py.
 """
@@ -11,12 +11,11 @@ import torch
 from jspec.axes import INT32_MAX
 from jspec.pallas import expand_dflash, expand_eagle
 from jspec.pallas._dispatch import check_sizes
-from torch_bridge.interop.checks import check_tensors
 from torch_bridge.ops.run import Arrays, page_table, run
 
 
 class ExpandedInputs(NamedTuple):
-    """What a drafter's first pass runs on: R = T + B * (slots - shift) rows.
+    """Inputs of a drafter's first pass: R = T + B * (slots - shift) rows.
 
     Attributes:
       input_ids: int32 [R].
@@ -47,7 +46,7 @@ def copy_and_expand_eagle_inputs(
     num_padding_slots_per_request: int,
     shift_input_ids: bool,
 ) -> ExpandedInputs:
-    """Lays a step's rows out anew, with the next token and room for drafts after the accepted ones.
+    """Adds the next token and rows for drafts after the accepted rows of each request.
 
     Positions are computed in 32 bits; larger ones become the largest that leave room to count on.
 
@@ -66,7 +65,7 @@ def copy_and_expand_eagle_inputs(
       The rows. Cells that the original leaves unwritten hold padding.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, copy_and_expand_eagle_inputs_kernel.
 
@@ -85,28 +84,20 @@ def copy_and_expand_eagle_inputs(
         "query_start_loc": (query_start_loc, "int B+1"),
         "query_end_loc": (query_end_loc, "int B"),
     }
-    _, sizes = check_tensors(op, tensors)
-    T, B, slots = sizes["T"], sizes["B"], num_padding_slots_per_request
+    slots, shift = num_padding_slots_per_request, bool(shift_input_ids)
     check_sizes(op, num_padding_slots_per_request=slots)
-    num_rows = T + B * (slots - bool(shift_input_ids))
     ids, positions, rejected, masked, index, mapping = run(
         op,
         _expand_eagle,
         tensors,
-        (
-            (num_rows, torch.int32),
-            (num_rows, torch.int64),
-            (num_rows, torch.bool),
-            (num_rows, torch.bool),
-            (B, torch.int32),
-            (T, torch.int32),
-        ),
+        "int R, long R, bool R, bool R, int B, int T",
+        rows=lambda sizes: {"R": sizes["T"] + sizes["B"] * (slots - shift)},
         num_slots=slots,
-        shift=bool(shift_input_ids),
+        shift=shift,
         mask_token=parallel_drafting_token_id,
         pad_token=padding_token_id,
     )
-    mapping = mapping if shift_input_ids else None
+    mapping = mapping if shift else None
     return ExpandedInputs(ids, positions, rejected, masked, index.view(-1), mapping)
 
 
@@ -115,7 +106,7 @@ def _expand_eagle(arrays: Arrays, *, num_slots: int, shift: bool, **static: Any)
     longest = positions.shape[0] + num_requests * num_slots
     rows = expand_eagle(
         arrays["target_token_ids"],
-        jnp.minimum(positions, INT32_MAX - longest),  # they are counted on from
+        jnp.minimum(positions, INT32_MAX - longest),  # room to count on
         arrays["next_token_ids"],
         arrays["query_start_loc"],
         arrays["query_end_loc"],
@@ -127,7 +118,7 @@ def _expand_eagle(arrays: Arrays, *, num_slots: int, shift: bool, **static: Any)
 
 
 class BlockInputs(NamedTuple):
-    """What a block drafter runs on: T context rows, B * W query rows (W = drafts + 1).
+    """Inputs of a block drafter: T context rows, B * W query rows (W = drafts + 1).
 
     Attributes:
       input_ids: int32 [B * W].
@@ -156,7 +147,7 @@ def copy_and_expand_dflash_inputs(
     block_size: int,
     num_speculative_tokens: int,
 ) -> BlockInputs:
-    """Lays out a block of query rows behind each request's accepted context.
+    """Lays out a block of query rows after each request's accepted context.
 
     No limit of the model is looked at, as in the original; past the table its last column answers,
     and a page of -1 has no slot. Positions are computed in 32 bits, as in
@@ -176,7 +167,7 @@ def copy_and_expand_dflash_inputs(
       The rows.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, copy_and_expand_dflash_inputs_kernel.
 
@@ -196,22 +187,13 @@ def copy_and_expand_dflash_inputs(
     }
     if num_rejected_tokens is not None:
         tensors["num_rejected_tokens"] = num_rejected_tokens, "int B"
-    _, sizes = check_tensors(op, tensors)
-    T, B = sizes["T"], sizes["B"]
     check_sizes(op, block_size=block_size, num_speculative_tokens=num_speculative_tokens)
-    num_rows = B * (num_speculative_tokens + 1)
     ids, context, positions, context_slots, slots, index = run(
         op,
         _expand_dflash,
         tensors,
-        (
-            (num_rows, torch.int32),
-            (T, torch.int64),
-            (num_rows, torch.int64),
-            (T, torch.int64),
-            (num_rows, torch.int64),
-            (B, torch.int32),
-        ),
+        "int R, long T, long R, long T, long R, int B",
+        rows=lambda sizes: {"R": sizes["B"] * (num_speculative_tokens + 1)},
         num_drafts=num_speculative_tokens,
         page_size=block_size,
         mask_token=parallel_drafting_token_id,
@@ -222,7 +204,7 @@ def copy_and_expand_dflash_inputs(
 def _expand_dflash(arrays: Arrays, *, num_drafts: int, **static: Any) -> tuple[Any, ...]:
     rows = expand_dflash(
         arrays["next_token_ids"],
-        jnp.minimum(arrays["target_positions"], INT32_MAX - num_drafts - 1),  # counted on from
+        jnp.minimum(arrays["target_positions"], INT32_MAX - num_drafts - 1),  # room to count on
         arrays["query_start_loc"],
         page_table(arrays),
         arrays.get("num_rejected_tokens"),

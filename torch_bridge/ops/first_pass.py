@@ -19,7 +19,7 @@ from torch_bridge.ops.run import Arrays, run
 
 
 class FirstPassInputs(NamedTuple):
-    """What a drafter's first pass runs on: R rows. The first three are what vLLM's method returns.
+    """Inputs of a drafter's first pass of R rows. The first three are what vLLM's method returns.
 
     Attributes:
       num_tokens: R.
@@ -84,7 +84,7 @@ def set_inputs_first_pass(
       The rows. A row to sample from lies in its request, also where all of it was rejected.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/llm_base_proposer.py, set_inputs_first_pass.
     """
@@ -102,65 +102,37 @@ def set_inputs_first_pass(
         tensors["num_rejected_tokens_gpu"] = num_rejected_tokens_gpu, "int B"
     if num_added == 0 and token_indices_to_sample is not None:
         tensors["token_indices_to_sample"] = token_indices_to_sample, "int B"
-    device, sizes = check_tensors(op, tensors)
-    B, T = sizes["B"], sizes["T"]
-    hidden = None
-    if shift:
-        hidden = target_hidden_states
-        if hidden is None:
-            raise TypeError(
-                f"{op}: `target_hidden_states` is a NoneType, wanted [{T}, D], a row for each of "
-                "`target_token_ids`. Pass the target's hidden states, or "
-                "pass_hidden_states_to_model=False."
-            )
-        ids_and_states = {
-            "target_token_ids": (target_token_ids, "int T"),
-            "target_hidden_states": (hidden, "float T D"),
-        }
-        check_tensors(op, ids_and_states, device)
+    hidden = target_hidden_states if shift else None
+    checked = tensors | ({"target_hidden_states": (hidden, "float T D")} if shift else {})
     if num_added == 0:
-        _check_positions(op, target_positions, T, device)
-        ids, index = run(op, _shifted, tensors, ((T, torch.int32), (B, torch.int32)))
+        in_axes = isinstance(target_positions, torch.Tensor) and target_positions.ndim == 2
+        checked["target_positions"] = target_positions, "int axes T" if in_axes else "int T"
+    _, sizes = check_tensors(op, checked)
+    if num_added == 0:
+        ids, index = run(op, _shifted, tensors, "int T, int B")
         with torch.inference_mode(False):  # as the other results
             positions = target_positions.to(torch.int64, copy=True)
             states = hidden.detach().clone() if hidden is not None else None
-        return FirstPassInputs(T, index, cad, ids, positions, states, None, None)
-    vector = parallel_drafting_hidden_state_tensor if shift else None
-    if vector is not None:
-        check_are_tensors(op, parallel_drafting_hidden_state_tensor=vector)
-    if shift and (vector is None or vector.shape != hidden.shape[1:]):  # type: ignore[union-attr]
-        got = "None" if vector is None else f"of shape {tuple(vector.shape)}"
-        raise ValueError(
-            f"{op}: `parallel_drafting_hidden_state_tensor` is {got}, wanted "
-            f"[{hidden.shape[1]}] for the rows that are "  # type: ignore[union-attr]
-            "drafted in parallel. Pass the drafter's mask vector."
-        )
+        return FirstPassInputs(sizes["T"], index, cad, ids, positions, states, None, None)
     host = host_starts(op, cad)
     tensors |= {
         "target_positions": (target_positions, "long T"),
         "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
         "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
     }
-    num_rows = T + B * num_added
-    results = [
-        (B, torch.int32),
-        (num_rows, torch.int32),
-        (num_rows, torch.int64),
-        (num_rows, torch.bool),
-        (num_rows, torch.bool),
-        (num_rows, torch.int64),
-        (B + 1, torch.int32),
-        (B, torch.int32),
-    ]
-    if hidden is not None and vector is not None:
+    results = "int B, int R, long R, bool R, bool R, long R, int B+1, int B"
+    if hidden is not None:
+        vector = _mask_vector(op, parallel_drafting_hidden_state_tensor, hidden.shape[1])
         tensors["target_hidden_states"] = hidden, "float T D"
         tensors["parallel_drafting_hidden_state_tensor"] = vector[None], "float V D"
-        results.append((num_rows, hidden.dtype))
+        results += ", float R"
+    num_rows = sizes["T"] + sizes["B"] * num_added
     index, ids, positions, rejected, masked, slots, start, seq_lens, *states = run(
         op,
         _expanded,
         tensors,
-        tuple(results),
+        results,
+        rows=lambda sizes: {"R": sizes["T"] + sizes["B"] * num_added},
         num_slots=extra_slots_per_request,
         shift=shift,
         mask_token=parallel_drafting_token_id,
@@ -179,16 +151,16 @@ def set_inputs_first_pass(
     )
 
 
-def _check_positions(op: str, positions: Any, num_rows: int, device: torch.device) -> None:
-    if isinstance(positions, torch.Tensor) and positions.ndim == 2:
-        check_tensors(op, {"target_positions": (positions, "int axes T")}, device)
-        positions = positions[0]
-    _, sizes = check_tensors(op, {"target_positions": (positions, "int T")}, device)
-    if sizes["T"] != num_rows:
+def _mask_vector(op: str, vector: torch.Tensor | None, width: int) -> torch.Tensor:
+    if vector is not None:
+        check_are_tensors(op, parallel_drafting_hidden_state_tensor=vector)
+    if vector is None or vector.shape != (width,):
+        got = "None" if vector is None else f"of shape {tuple(vector.shape)}"
         raise ValueError(
-            f"{op}: `target_positions` has {sizes['T']} entries, wanted {num_rows}, one for each "
-            "of `target_token_ids`. Pass the positions of the same rows."
+            f"{op}: `parallel_drafting_hidden_state_tensor` is {got}, wanted [{width}] for the "
+            "rows that are drafted in parallel. Pass the drafter's mask vector."
         )
+    return vector
 
 
 def _num_rejected(arrays: Arrays) -> Array | None:
@@ -217,7 +189,7 @@ def _expanded(arrays: Arrays, *, num_slots: int, **static: Any) -> tuple[Array, 
     num_rows, num_requests = arrays["target_token_ids"].shape[0], arrays["live"].shape[0]
     rows = metadata.set_inputs_first_pass(
         arrays["target_token_ids"],
-        # They are counted on from: none may wrap around.
+        # Room to count on: none may wrap around.
         jnp.minimum(arrays["target_positions"], INT32_MAX - num_rows - num_requests * num_slots),
         arrays["next_token_ids"],
         metadata_of(arrays, num_rows),
@@ -242,7 +214,7 @@ def _expanded(arrays: Arrays, *, num_slots: int, **static: Any) -> tuple[Array, 
 
 
 class BlockFirstPassInputs(NamedTuple):
-    """What a block drafter runs on. The first three are what vLLM's method returns.
+    """Inputs of a block drafter. The first three are what vLLM's method returns.
 
     Attributes:
       num_tokens: query rows, B * (1 + drafts).
@@ -273,7 +245,7 @@ def set_inputs_first_pass_dflash(
     parallel_drafting_token_id: int,
     block_size: int,
 ) -> BlockFirstPassInputs:
-    """Lays a block of query rows behind the accepted context of each request.
+    """Adds a block of query rows after the accepted context of each request.
 
     Slots are the recorded ones: no limit of the model is looked at.
 
@@ -290,43 +262,34 @@ def set_inputs_first_pass_dflash(
       The rows.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/dflash.py, DFlashProposer.set_inputs_first_pass.
     """
     op = "set_inputs_first_pass_dflash"
     check_sizes(op, block_size=block_size, num_speculative_tokens=num_speculative_tokens)
-    query_start, host = of_metadata(op, cad, "query_start_loc", 1), host_starts(op, cad)
+    host = host_starts(op, cad)
     tensors = {
         "next_token_ids": (next_token_ids, "int B"),
         "target_positions": (target_positions, "long T"),
-        "query_start_loc": (query_start, "int B+1"),
+        "query_start_loc": (of_metadata(op, cad, "query_start_loc", 1), "int B+1"),
         "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
         "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
     }
     if num_rejected_tokens_gpu is not None:
         tensors["num_rejected_tokens_gpu"] = num_rejected_tokens_gpu, "int B"
-    _, sizes = check_tensors(op, tensors)
-    B, T, width = sizes["B"], sizes["T"], num_speculative_tokens + 1
-    num_rows = B * width
+    width = num_speculative_tokens + 1
     index, ids, positions, context, context_slots, slots, start, seq_lens = run(
         op,
         _block,
         tensors,
-        (
-            (B, torch.int32),
-            (num_rows, torch.int32),
-            (num_rows, torch.int64),
-            (T, torch.int64),
-            (T, torch.int64),
-            (num_rows, torch.int64),
-            (B + 1, torch.int32),
-            (B, torch.int32),
-        ),
+        "int B, int R, long R, long T, long T, long R, int B+1, int B",
+        rows=lambda sizes: {"R": sizes["B"] * width},
         num_drafts=num_speculative_tokens,
         mask_token=parallel_drafting_token_id,
         page_size=block_size,
     )
+    B = len(seq_lens)
     places = torch.arange(B + 1, dtype=torch.int32, device=host.device)
     num_live = int((host[:-1] < host[-1:]).sum())
     bounds = {}
@@ -348,14 +311,14 @@ def set_inputs_first_pass_dflash(
         **bounds,
     )
     return BlockFirstPassInputs(
-        num_rows, index.view(-1), block, ids, positions, context, context_slots
+        len(ids), index.view(-1), block, ids, positions, context, context_slots
     )
 
 
 def _block(arrays: Arrays, *, num_drafts: int, **static: Any) -> tuple[Any, ...]:
     positions = arrays["target_positions"]
     rows = metadata.set_inputs_first_pass_dflash(
-        jnp.minimum(positions, INT32_MAX - num_drafts - 1),  # they are counted on from
+        jnp.minimum(positions, INT32_MAX - num_drafts - 1),  # room to count on
         arrays["next_token_ids"],
         metadata_of(arrays, positions.shape[0]),
         num_rejected=_num_rejected(arrays),

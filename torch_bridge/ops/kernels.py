@@ -1,4 +1,4 @@
-"""vLLM's index kernels that keep a step's rows, on tensors of torch.
+"""vLLM's index kernels that add no rows, on tensors of torch.
 
 Source: vLLM v1/spec_decode/utils.py.
 """
@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from jspec.axes import PAD_TOKEN
 from jspec.metadata import PADDING_SLOT_ID
-from jspec.pallas import eagle_step, next_token, sample_index
+from jspec.pallas import eagle_step
 from jspec.pallas._dispatch import check_sizes
-from torch_bridge.interop.checks import check_long_enough, check_tensors, first_rows
+from torch_bridge.interop.checks import check_tensors
+from torch_bridge.interop.packing import to_int32
 from torch_bridge.ops.run import Arrays, run
 
 
@@ -30,7 +32,7 @@ def eagle_step_update_slot_mapping_and_metadata(
     1; fed back, that position counts up through real slots, as in the original.
 
     Args:
-      positions_1d: int [B] place of the token just drafted from; row 0 of the three for M-RoPE.
+      positions_1d: int [B] position of the token just drafted from; row 0 of the three for M-RoPE.
       block_table_tensor: int [B, M] pages, or more rows; a view of a wider table will do. Past the
         table its last column answers.
       seq_lens: int [B] or longer; KV length before the step, written over with that after it.
@@ -41,7 +43,8 @@ def eagle_step_update_slot_mapping_and_metadata(
       input_batch_size: B with the padding of CUDA graphs; B if None.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named, and nothing is written.
+      TypeError, ValueError: an argument is invalid: the message names it, and nothing is
+        written.
 
     Source: vLLM v1/spec_decode/utils.py, of the same name.
 
@@ -59,13 +62,12 @@ def eagle_step_update_slot_mapping_and_metadata(
     num_rows = num_requests if input_batch_size is None else input_batch_size
     check_sizes(op, num_requests, input_batch_size=num_rows)
     check_sizes(op, block_size=block_size, max_model_len=max_model_len)
-    outputs = (
-        ("seq_lens", seq_lens, num_requests),
-        ("out_clamped_positions", out_clamped_positions, num_requests),
-        ("out_slot_mapping", out_slot_mapping, num_rows),
-    )
-    for name, tensor, size in outputs:
-        check_long_enough(op, name, tensor, "int", size, device)
+    outputs = {
+        "seq_lens": (seq_lens, "int B.."),
+        "out_clamped_positions": (out_clamped_positions, "int B.."),
+        "out_slot_mapping": (out_slot_mapping, "int R.."),
+    }
+    check_tensors(op, outputs, device, B=num_requests, R=num_rows)
     table = block_table_tensor
     if isinstance(table, torch.Tensor):
         table = table[:num_requests]
@@ -77,7 +79,7 @@ def eagle_step_update_slot_mapping_and_metadata(
             "block_table_tensor": (table, "int B M"),
             "seq_lens": (seq_lens[:num_requests], "int B"),
         },
-        ((num_requests, torch.int32),) * 3,
+        "int B, int B, int B",
         page_size=block_size,
         max_model_len=max_model_len,
     )
@@ -100,10 +102,10 @@ def eagle_prepare_inputs_padded(
     """Finds each request's last accepted row, and counts the rejected rows after it.
 
     A request that had drafts and keeps no token (count 0) gets the row before its first, -1 for the
-    first request, as recorded.
+    first request, as in vLLM.
 
     Args:
-      cu_num_draft_tokens: int [B] drafts verified up to and including each request.
+      cu_num_draft_tokens: int [B] or longer; drafts verified up to and including each request.
       valid_sampled_tokens_count: int [B] or longer; tokens that each request keeps.
       query_start_loc: int [B + 1] first row of each request, and the end of the last.
 
@@ -111,7 +113,7 @@ def eagle_prepare_inputs_padded(
       (token_indices_to_sample, num_rejected_tokens): int32 [B] each.
 
     Raises:
-      TypeError, ValueError: a tensor does not fit; named.
+      TypeError, ValueError: a tensor is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, eagle_prepare_inputs_padded_kernel.
 
@@ -120,26 +122,18 @@ def eagle_prepare_inputs_padded(
       ...     torch.tensor([3, 3, 5]), torch.tensor([2, 1, 3]), torch.tensor([0, 4, 10, 13]))
       (tensor([ 1,  9, 12], dtype=torch.int32), tensor([2, 0, 0], dtype=torch.int32))
     """
-    op = "eagle_prepare_inputs_padded"
-    device, sizes = check_tensors(op, {"cu_num_draft_tokens": (cu_num_draft_tokens, "int B")})
-    count = valid_sampled_tokens_count
-    count = first_rows(op, "valid_sampled_tokens_count", count, "int", sizes["B"], device)
-    index, num_rejected = run(
-        op,
-        _prepare_inputs_padded,
-        {
-            "cu_num_draft_tokens": (cu_num_draft_tokens, "int B"),
-            "valid_sampled_tokens_count": (count, "int B"),
-            "query_start_loc": (query_start_loc, "int B+1"),
-        },
-        ((sizes["B"], torch.int32),) * 2,
-    )
-    return index, num_rejected
-
-
-def _prepare_inputs_padded(arrays: Arrays, **static: Any) -> tuple[Any, ...]:
-    names = "cu_num_draft_tokens", "valid_sampled_tokens_count", "query_start_loc"
-    return sample_index(*(arrays[name] for name in names), **static)
+    ends, counts = cu_num_draft_tokens, valid_sampled_tokens_count
+    tensors = {
+        "query_start_loc": (query_start_loc, "int B+1"),
+        "cu_num_draft_tokens": (ends, "int B.."),
+        "valid_sampled_tokens_count": (counts, "int B.."),
+    }
+    _, sizes = check_tensors("eagle_prepare_inputs_padded", tensors)
+    with torch.inference_mode(False):  # results may be written to in every mode
+        ends, counts = (to_int32(x[: sizes["B"]]) for x in (ends, counts))
+        num_drafts = torch.cat([ends[:1], ends.diff()])
+        num_rejected = (num_drafts + 1 - counts) * (num_drafts > 0)
+        return to_int32(query_start_loc)[1:] - 1 - num_rejected, num_rejected
 
 
 def eagle_prepare_next_token_padded(
@@ -162,7 +156,7 @@ def eagle_prepare_next_token_padded(
       (next_token_ids, valid_sampled_tokens_count): int32 [B] each.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; named.
+      TypeError, ValueError: an argument is invalid; the message names it.
 
     Source: vLLM v1/spec_decode/utils.py, eagle_prepare_next_token_padded_kernel.
 
@@ -171,31 +165,20 @@ def eagle_prepare_next_token_padded(
       >>> eagle_prepare_next_token_padded(sampled, torch.tensor([False, False]), backup, 100)
       (tensor([ 7, 71], dtype=torch.int32), tensor([2, 0], dtype=torch.int32))
     """
-    op = "eagle_prepare_next_token_padded"
-    device, sizes = check_tensors(op, {"sampled_token_ids": (sampled_token_ids, "int B W")})
-    num_requests = sizes["B"]
+    op, sampled = "eagle_prepare_next_token_padded", sampled_token_ids
     check_sizes(op, vocab_size=vocab_size)
-    discard, backup = (
-        first_rows(op, name, tensor, kind, num_requests, device)
-        for name, tensor, kind in (
-            ("discard_request_mask", discard_request_mask, "bool"),
-            ("backup_next_token_ids", backup_next_token_ids, "int"),
-        )
-    )
-    token, count = run(
-        op,
-        _prepare_next_token_padded,
-        {
-            "sampled_token_ids": (sampled_token_ids, "int B W"),
-            "discard_request_mask": (discard, "bool B"),
-            "backup_next_token_ids": (backup, "int B"),
-        },
-        ((num_requests, torch.int32),) * 2,
-        vocab_size=vocab_size,
-    )
-    return token, count
-
-
-def _prepare_next_token_padded(arrays: Arrays, **static: Any) -> tuple[Any, ...]:
-    names = "sampled_token_ids", "discard_request_mask", "backup_next_token_ids"
-    return next_token(*(arrays[name] for name in names), **static)
+    discard, backup = discard_request_mask, backup_next_token_ids
+    tensors = {
+        "sampled_token_ids": (sampled, "int B W"),
+        "discard_request_mask": (discard, "bool B.."),
+        "backup_next_token_ids": (backup, "int B.."),
+    }
+    _, sizes = check_tensors(op, tensors)
+    B = sizes["B"]
+    with torch.inference_mode(False):  # results may be written to in every mode
+        valid = (sampled != PAD_TOKEN) & (sampled < vocab_size)
+        valid.masked_fill_(discard[:B].unsqueeze(1), False)
+        count = valid.sum(1, dtype=torch.int32)
+        last = valid.cumsum(1).argmax(1)  # the first of the highest counts: the last valid column
+        newest = sampled.gather(1, last.unsqueeze(1)).squeeze(1)
+        return torch.where(count > 0, to_int32(newest), to_int32(backup[:B])), count

@@ -1,4 +1,4 @@
-"""How functions of jspec run on tensors of torch: packed into one array, and out of one again."""
+"""Runs functions of jspec on tensors of torch: packed into one array, and out of one again."""
 
 import math
 import threading
@@ -12,9 +12,9 @@ from jaxtyping import Array, Int32
 
 from jspec.axes import PAD_SLOT
 from jspec.metadata import next_power_of_2
-from torch_bridge.interop.checks import check_tensors, layout_of
-from torch_bridge.interop.dlpack import check_not_forked, to_torch
-from torch_bridge.interop.packing import Layout, Packer
+from torch_bridge.interop.checks import check_are_tensors, check_tensors
+from torch_bridge.interop.layout import Layout, layout_of, without_padding
+from torch_bridge.interop.packing import Packer, Plan
 
 Arrays = Mapping[str, Array]
 """Inputs of a traced function by name, padded: entries from a tensor's own size on hold anything.
@@ -22,17 +22,19 @@ Arrays = Mapping[str, Array]
 The `live` entry [B] is True for requests that are no padding.
 """
 
+Sizes = dict[str, int]
+
 
 def run(
     op: str,
     traced: Callable[..., Any],
     tensors: Mapping[str, tuple[Any, str]],
-    results: tuple[tuple[int, torch.dtype], ...],
+    results: str,
     *,
-    device: torch.device | None = None,
-    capacity: Mapping[str, int] | None = None,
+    rows: Callable[[Sizes], Sizes] = lambda sizes: {},
+    bucket: Callable[[Sizes], Sizes] = lambda sizes: {},
     **static: Any,
-) -> tuple[torch.Tensor, ...]:
+) -> list[torch.Tensor]:
     """Runs a function under jit, compiled once for each bucket of sizes.
 
     Args:
@@ -41,38 +43,43 @@ def run(
         last may be of floats.
       tensors: name to (tensor, form), see `check_tensors`; the first axis may change from call to
         call.
-      results: how many leading rows of each result are real, and the dtype they get.
-      device: of the tensors; by default the first one's.
-      capacity: what letters are padded to; by default a power of two.
+      results: dtype and rows of each result, as "long R, bool R, int B+1". A float result has the
+        dtype that `traced` gives it.
+      rows: sizes in `results` that no tensor has, from those of the tensors.
+      bucket: what letters are padded to where it is no power of two, from the tensors' sizes. It
+        and `rows` depend on nothing but those and `static`, and may refuse sizes.
       static: what a compilation depends on; hashable.
 
     Returns:
-      The results, of torch's own; the float one last.
+      The results, of torch's own.
 
     Raises:
-      TypeError, ValueError: a tensor is of another dtype, shape or device; named.
+      TypeError, ValueError: a tensor has another dtype, shape or device.
       RuntimeError: JAX has no such device, or this process was forked from one that ran JAX.
     """
-    check_not_forked()
-    device, sizes = check_tensors(op, tensors, device)
-    caller = _caller(device)
-    bucket = {letter: next_power_of_2(size) for letter, size in sizes.items()}
-    bucket.update(capacity or {})
-    kinds = tuple(
-        (tensor.dtype if form.startswith("float") else form, tensor.shape[1:])
-        for tensor, form in tensors.values()
-    )
+    given = [tensor for tensor, _ in tensors.values()]
+    check_are_tensors(op, **{next(iter(tensors)): given[0]})
+    device = given[0].device
     # "auto" asks for the default device, and these tensors may lie on another one.
-    impl = "xla" if device.type == "cpu" else "auto"
-    key = (op, traced, kinds, tuple(bucket.items()), impl, tuple(static.items()), tuple(tensors))
-    compiled = _compilations.get(key)
-    if compiled is None:
-        layout = layout_of(tensors, bucket)
-        compiled = _compilations[key] = _Compiled(op, traced, layout, {"impl": impl} | static)
-    packer, named = caller.packer, {name: tensor for name, (tensor, _) in tensors.items()}
-    words = packer.pack(packer.plan(compiled.layout, named, sizes), list(named.values()))
-    out, floats = compiled(words)
-    return caller.take(out, floats, compiled.shapes, results)
+    options = static | {"impl": "xla" if device.type == "cpu" else "auto"}
+    named = tuple((name, form) for name, (_, form) in tensors.items())
+    function = op, traced, named, tuple(options.items())
+
+    def plan() -> tuple[Plan, tuple[_Compiled, list[tuple[int, torch.dtype]]]]:
+        _, sizes = check_tensors(op, tensors, device)
+        most = {letter: next_power_of_2(size) for letter, size in sizes.items()} | bucket(sizes)
+        layout = layout_of(tensors, most)
+        compiled = _compilations.get((function, layout))
+        if compiled is None:
+            compiled = _Compiled(op, traced, layout, options)
+            _compilations[function, layout] = compiled
+        planned = packer.plan(layout, {name: x for name, (x, _) in tensors.items()}, sizes)
+        return planned, (compiled, _cuts(results, sizes | rows(sizes)))
+
+    packer = _packer(device)
+    words, (compiled, cuts) = packer.pack_planned((function, results), given, plan)
+    out, floats = compiled.call(words)
+    return _take(packer, out, floats, compiled.shapes, cuts)
 
 
 def page_table(arrays: Arrays) -> Int32[Array, "B M"]:
@@ -81,10 +88,9 @@ def page_table(arrays: Arrays) -> Int32[Array, "B M"]:
 
 
 class _Compiled:
-    """One function for one bucket: unpack, compute, join what comes out."""
+    """One function for one bucket: unpack, compute, join the results."""
 
     def __init__(self, op: str, traced: Callable[..., Any], layout: Layout, static: dict[str, Any]):
-        self.layout = layout
         self.shapes: tuple[tuple[int, ...], ...] = ()
 
         def call(words: Array) -> tuple[Array, Array | None]:
@@ -95,70 +101,61 @@ class _Compiled:
             return jnp.concatenate([x.ravel().astype(jnp.int32) for x in outputs]), floats
 
         call.__name__ = f"jspec_bridge_{op}"
-        self._call = jax.jit(call)
-
-    def __call__(self, words: Array) -> tuple[Array, Array | None]:
-        return self._call(words)
+        self.call = jax.jit(call)
 
 
 def _inputs(layout: Layout, words: Array) -> dict[str, Array]:
     arrays, sizes = layout.unpack(words)
-    num_requests = dict(layout.capacity)["B"]
-    request = jnp.arange(num_requests + 1, dtype=jnp.int32)
-    arrays["live"] = request[:-1] < sizes["B"]
-    if "query_start_loc" in arrays:  # padded requests have no rows
-        start = arrays["query_start_loc"]
-        end = start.at[sizes["B"]].get(mode="clip", wrap_negative_indices=False)
-        arrays["query_start_loc"] = jnp.where(request < sizes["B"], start, end)
-    for letter, size in layout.capacity:
+    capacity = dict(layout.capacity)
+    start = arrays.get("query_start_loc", jnp.zeros(capacity["B"] + 1, jnp.int32))
+    arrays["live"], arrays["query_start_loc"] = without_padding(start, sizes["B"])
+    for letter, size in capacity.items():
         if letter not in "BT":
             arrays[f"live_{letter}"] = jnp.arange(size, dtype=jnp.int32) < sizes[letter]
     return arrays
 
 
-class _Caller:
-    """The memory that one thread's calls share with JAX on one device."""
+def _cuts(results: str, sizes: Sizes) -> list[tuple[int, torch.dtype]]:
+    """Returns how many leading rows of each result are real, and the dtype that they get."""
+    cuts = []
+    for result in results.split(", "):
+        kind, axis = result.split()
+        letter, _, more = axis.partition("+")
+        cuts.append((sizes[letter] + int(more or 0), _DTYPES[kind]))
+    return cuts
 
-    def __init__(self, device: torch.device):
-        self.packer = Packer(device, "torch_bridge.ops")
-        self._held: Any = None
 
-    @torch.inference_mode(False)  # what comes out may be written to everywhere
-    def take(
-        self,
-        words: Array,
-        floats: Array | None,
-        shapes: tuple[tuple[int, ...], ...],
-        results: tuple[tuple[int, torch.dtype], ...],
-    ) -> tuple[torch.Tensor, ...]:
-        """Copies what came out, once, and cuts it."""
-        held, flat = self.packer.own(words, words.shape[0], torch.int32)
-        taken, offset = [], 0
-        integers = results if floats is None else results[:-1]
-        for shape, (num_rows, dtype) in zip(shapes, integers, strict=True):
-            end = offset + num_rows * math.prod(shape[1:])
-            taken.append(flat[offset:end].view(num_rows, *shape[1:]).to(dtype))
-            offset += math.prod(shape)
-        if floats is not None:
-            num_rows, _ = results[-1]
-            stream = self.packer.stream
-            if stream is None:
-                taken.append(to_torch(floats)[:num_rows])
-            else:
-                view = stream.view(floats)
-                taken.append(view[:num_rows].clone())
-                held = held, view
-        self._held = held  # until the next call, whose input JAX reads after these copies
-        return tuple(taken)
+_DTYPES = {"int": torch.int32, "long": torch.int64, "bool": torch.bool, "float": torch.float32}
+
+
+@torch.inference_mode(False)  # results may be written to in every mode
+def _take(
+    packer: Packer,
+    words: Array,
+    floats: Array | None,
+    shapes: tuple[tuple[int, ...], ...],
+    cuts: list[tuple[int, torch.dtype]],
+) -> list[torch.Tensor]:
+    """Copies the results, once, and cuts them."""
+    flat = packer.own(words, words.shape[0], torch.int32)
+    taken, offset = [], 0
+    for shape, (num_rows, dtype) in zip(shapes, cuts, strict=False):
+        end = offset + num_rows * math.prod(shape[1:])
+        taken.append(flat[offset:end].view(num_rows, *shape[1:]).to(dtype))
+        offset += math.prod(shape)
+    if floats is not None:
+        dtype = getattr(torch, floats.dtype.name)
+        taken.append(packer.own(floats, cuts[-1][0], dtype))
+    return taken
 
 
 _compilations: dict[Any, _Compiled] = {}
 _local = threading.local()
 
 
-def _caller(device: torch.device) -> _Caller:
-    callers = _local.__dict__.setdefault("callers", {})
-    caller = callers.get(device)
-    if caller is None:
-        caller = callers[device] = _Caller(device)
-    return caller
+def _packer(device: torch.device) -> Packer:
+    """Returns this thread's: two threads must not write to one memory."""
+    packers = _local.__dict__.setdefault("packers", {})
+    if device not in packers:
+        packers[device] = Packer(device, "torch_bridge.ops")
+    return packers[device]

@@ -1,4 +1,4 @@
-"""What the classes with weights have in common: configuration, loading, pages, memory."""
+"""Base of the classes with weights: configuration, loading, KV pages, memory, executables."""
 
 import contextlib
 import warnings
@@ -11,20 +11,21 @@ from jaxtyping import Array, Int32
 
 import jspec
 from jspec import proposers
+from jspec.metadata import next_power_of_2
 from jspec.proposers.base import Reads
 from jspec.proposers.fitting import check_params
 from jspec.state import Memory, Params
-from torch_bridge.interop.checks import check_tensors, layout_of
+from torch_bridge.interop.checks import check_tensors
 from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, jax_device, placement
-from torch_bridge.interop.packing import Layout, Packer, Plan, forms
+from torch_bridge.interop.layout import Layout, layout_of
+from torch_bridge.interop.packing import Packer, Plan
+from torch_bridge.interop.shared import torch_device
 from torch_bridge.proposers import weights
-from torch_bridge.proposers.settings import Settings, read, refuse_context_parallelism, torch_device
-
-_MOST_PLANS = 4096  # one for each combination of sizes that came
+from torch_bridge.proposers.settings import Settings, check_supported, read
 
 
 class DeviceProposer:
-    """A drafter of jspec behind the methods that vLLM's runner calls.
+    """A drafter of jspec with the methods that vLLM's runner calls.
 
     Args:
       vllm_config: read by attribute; see `torch_bridge.proposers.settings`.
@@ -44,11 +45,12 @@ class DeviceProposer:
 
     methods: tuple[str, ...] = ()
     has_pages = True
-    _frames = 7  # between a warning of compilation and who called `propose`
+    _make: Any  # makes the executable of a bucket: (config, layout, *static)
+    _frames = 8  # from the warning of a compilation up to the caller of `propose`
 
     def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
         del runner
-        owner = type(self).__name__
+        self._owner = owner = type(self).__name__
         self.vllm_config = vllm_config
         self.settings = Settings.of(vllm_config, owner)
         self.method = self.settings.method
@@ -57,7 +59,7 @@ class DeviceProposer:
                 f"{owner}: `speculative_config.method` is {self.method!r}, wanted "
                 f"{' or '.join(map(repr, self.methods))}. Take the class of that method."
             )
-        _check_supported(owner, vllm_config, self.has_pages)
+        check_supported(owner, vllm_config, self.has_pages)
         self.num_speculative_tokens = self.settings.num_drafts
         self.max_model_len = self.settings.max_model_len
         self.device = torch_device(device, owner)
@@ -73,8 +75,7 @@ class DeviceProposer:
         self._num_pages = 0
         self._reads = Reads()
         self._executables: dict[Any, Callable[..., Any]] = {}
-        self._plans: dict[Any, tuple[Plan, Callable[..., Any]]] = {}
-        self._captured: set[Any] = set()  # executables that smaller steps may take as well
+        self._captured: set[Any] = set()  # executables that smaller steps may run, too
         self._compiling: Literal["no", "run", "capture"] = "no"
         self._warns = False
 
@@ -98,10 +99,9 @@ class DeviceProposer:
             target, or not of this method.
         """
         check_not_forked()
-        owner = type(self).__name__
-        path = read(self.vllm_config, "speculative_config.draft_model_config.model", owner=owner)
-        target = weights.target_of(target_model, self.vllm_config, self.device, owner=owner)
-        options = self._load_options(owner)
+        path = self._read("speculative_config.draft_model_config.model")
+        target = weights.target_of(target_model, self.vllm_config, self.device, owner=self._owner)
+        options = self._load_options()
         with self._placed():
             drafter = jspec.load(
                 path,
@@ -113,7 +113,7 @@ class DeviceProposer:
         self.set_drafter(drafter.config, drafter.params)
 
     def set_drafter(self, config: Any, params: Params) -> None:
-        """Takes a drafter that is in memory in the place of one from disk.
+        """Takes a drafter that is in memory already, in place of one from disk.
 
         Args:
           config: of one of the methods of this class.
@@ -123,14 +123,14 @@ class DeviceProposer:
           ValueError: the config is of another method or drafts another number of tokens, or the
             params do not fit it. TypeError: they are no nested dict of arrays.
         """
-        owner, name = type(self).__name__, proposers.of(config).name
+        name = proposers.of(config).name
         if name not in self.methods or config.num_drafts != self.settings.num_drafts:
             raise ValueError(
-                f"{owner}: `config` is {name} with num_drafts {config.num_drafts}, wanted "
+                f"{self._owner}: `config` is {name} with num_drafts {config.num_drafts}, wanted "
                 f"{' or '.join(self.methods)} with {self.settings.num_drafts}. Make it with the "
                 "method and num_speculative_tokens of the speculative config."
             )
-        check_params(owner, config, params)
+        check_params(self._owner, config, params)
         self.config, self._params, self._memory = config, params, None
         self._reads = proposers.of(config).reads(config)
         self._forget_executables()
@@ -150,24 +150,23 @@ class DeviceProposer:
         Raises:
           ValueError: a size is missing, or pages of it do not fill the blocks.
         """
-        owner = type(self).__name__
         num_pages, groups = (
-            read(kv_cache_config, name, owner=owner, of="kv_cache_config")
+            read(kv_cache_config, name, owner=self._owner, of="kv_cache_config")
             for name in ("num_blocks", "kv_cache_groups")
         )
         if not groups:
             raise ValueError(
-                f"{owner}: `kv_cache_config.kv_cache_groups` is empty, wanted the target's group. "
-                "Pass the configuration that vLLM made for the target."
+                f"{self._owner}: `kv_cache_config.kv_cache_groups` is empty, wanted the target's "
+                "group. Pass the configuration that vLLM made for the target."
             )
         first = "kv_cache_config.kv_cache_groups[0]"
-        block_size = read(groups[0], "kv_cache_spec.block_size", owner=owner, of=first)
+        block_size = read(groups[0], "kv_cache_spec.block_size", owner=self._owner, of=first)
         page_size = kernel_block_sizes[0] if kernel_block_sizes else block_size
         if page_size < 1 or num_pages * block_size % page_size:
             raise ValueError(
-                f"{owner}: `kernel_block_sizes` is {kernel_block_sizes}, wanted sizes that divide "
-                f"the {num_pages} blocks of {block_size} slots evenly. Pass what vLLM's runner "
-                "passes, or None for pages of that size."
+                f"{self._owner}: `kernel_block_sizes` is {kernel_block_sizes}, wanted sizes that "
+                f"divide the {num_pages} blocks of {block_size} slots evenly. Pass what vLLM's "
+                "runner passes, or None for pages of that size."
             )
         self.kv_cache_gid = 0
         self._set_pages(num_pages * block_size // page_size, page_size)
@@ -216,32 +215,34 @@ class DeviceProposer:
                 self._run_empty(num_tokens)
 
     def _run_empty(self, num_tokens: int) -> None:
-        """Runs a step of so many rows without a request in it."""
+        """Runs a step of so many rows that has no request."""
         raise NotImplementedError
 
     @property
     def _can_compile(self) -> bool:
         """Whether weights and KV pages are known: vLLM profiles before they are."""
-        owner, name = type(self).__name__, "cache_config.num_gpu_blocks"
-        num_pages = self._num_pages or read(self.vllm_config, name, 0, owner=owner)
+        name = "cache_config.num_gpu_blocks"
+        num_pages = self._num_pages or self._read(name, 0)
         return self.config is not None and (num_pages > 0 or not self.has_pages)
 
     def _ready(self) -> None:
-        """Allocates the KV pages, at the first step that needs them."""
+        """Allocates the KV pages, at the first step that needs them.
+
+        Raises:
+          RuntimeError: no weights are loaded, or this process was forked from one that ran JAX.
+        """
+        check_not_forked()
         if self._memory is not None:
             return
-        owner = type(self).__name__
         if self.config is None:
             raise RuntimeError(
-                f"{owner}: no drafter is loaded. Call load_model(target_model) first."
+                f"{self._owner}: no drafter is loaded. Call load_model(target_model) first."
             )
         if not self.has_pages:
             self._set_pages(1, 1)
         elif not self._num_pages:
-            num_pages = read(self.vllm_config, "cache_config.num_gpu_blocks", owner=owner)
-            self._set_pages(
-                num_pages, read(self.vllm_config, "cache_config.block_size", owner=owner)
-            )
+            num_pages = self._read("cache_config.num_gpu_blocks")
+            self._set_pages(num_pages, self._read("cache_config.block_size"))
         cache = jspec.CacheConfig(
             num_pages=self._num_pages,
             page_size=self.block_size,
@@ -255,69 +256,63 @@ class DeviceProposer:
         self._params, self._memory = state.params, state.memory
 
     def _pack(
-        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...] = ()
+        self,
+        tensors: Sequence[torch.Tensor],
+        forms: Mapping[str, str],
+        static: tuple[Any, ...] = (),
+        bucket: Any = None,
     ) -> tuple[Int32[Array, "words"], Callable[..., Any]]:
-        """Packs a step's tensors; checks and lays out those of new forms first.
+        """Packs a step's tensors, which are checked where their dtypes and shapes are new.
 
         Args:
-          tensors: of the step, in the order that `_plan` lays them out in.
+          tensors: of the step.
+          forms: name to form of each, in their order; see `check_tensors`.
           static: what else the executable depends on.
+          bucket: passed to `_bucket`.
 
         Returns:
           (words, executable).
         """
-        key = static, forms(tensors)
-        planned = self._plans.get(key)
-        if planned is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            planned = self._plans[key] = self._plan(tensors, static)
-        plan, executable = planned
-        return self._packer.pack(plan, tensors), executable
+        return self._packer.pack_planned(
+            (static, bucket), tensors, lambda: self._plan(tensors, forms, static, bucket)
+        )
 
     def _plan(
-        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
+        self,
+        tensors: Sequence[torch.Tensor],
+        forms: Mapping[str, str],
+        static: tuple[Any, ...],
+        bucket: Any,
     ) -> tuple[Plan, Callable[..., Any]]:
         """Checks tensors, and returns their plan and the executable of their bucket."""
-        raise NotImplementedError
-
-    def _laid_out(
-        self,
-        named: Mapping[str, tuple[torch.Tensor, str]],
-        bucket: Mapping[str, int],
-        make: Callable[..., Any],
-        static: tuple[Any, ...] = (),
-    ) -> tuple[Plan, Callable[..., Any]]:
-        """Checks tensors of the forms that are given, and plans them for a bucket.
-
-        Args:
-          named: name to (tensor, form); see `check_tensors`.
-          bucket: what first axes are padded to, by letter.
-          make: makes the executable of a layout: (config, layout, *static).
-          static: what else it depends on.
-        """
-        owner, reads = type(self).__name__, self._reads
-        _, sizes = check_tensors(owner, named, self.device)
+        reads, named = self._reads, dict(zip(forms, tensors, strict=False))
+        given = {name: (tensor, forms[name]) for name, tensor in named.items()}
+        _, sizes = check_tensors(self._owner, given, self.device)
         if "target_hidden_states" in named:
-            shape = tuple(named["target_hidden_states"][0].shape)
+            shape = tuple(named["target_hidden_states"].shape)
             if shape[1] != reads.hidden_size:
                 raise ValueError(
-                    f"{owner}: `target_hidden_states` has shape {shape}, wanted "
+                    f"{self._owner}: `target_hidden_states` has shape {shape}, wanted "
                     f"{(shape[0], reads.hidden_size)}: the target's states "
                     f"{list(reads.hidden_layers)} side by side (n = after n layers), a row for "
                     "each token."
                 )
-        key = layout_of(named, bucket), static
+        key = layout_of(given, self._bucket(sizes, bucket)), static
         if key not in self._executables and self._compiling == "no":
             key = self._captured_for(*key, sizes) or key
         layout, static = key
-        plan = self._packer.plan(layout, {name: x for name, (x, _) in named.items()}, sizes)
+        plan = self._packer.plan(layout, named, sizes)
         if key not in self._executables:
             self._warn_of_compilation(named)
-            self._executables[key] = make(self.config, layout, *static)
+            self._executables[key] = self._make(self.config, layout, *static)
         if self._compiling == "capture":
             self._captured.add(key)
         return plan, self._executables[key]
+
+    def _bucket(self, sizes: Mapping[str, int], asked: Any) -> dict[str, int]:
+        """Returns what the first axes of a step's tensors are padded to, by letter."""
+        del asked  # read by classes that compile for given buckets
+        return {letter: next_power_of_2(size) for letter, size in sizes.items()}
 
     def _captured_for(
         self, wanted: Layout, static: tuple[Any, ...], sizes: Mapping[str, int]
@@ -334,32 +329,36 @@ class DeviceProposer:
 
     @contextlib.contextmanager
     def _dummy_run(self, captures: bool) -> Iterator[None]:
-        """Compiles what is missing, in silence."""
+        """Lets steps compile without a warning."""
         before, self._compiling = len(self._executables), "capture" if captures else "run"
         try:
             yield
         finally:
             self._compiling = "no"
             if len(self._executables) > before:
-                self._plans.clear()  # what ran in a larger size may have one of its own now
+                # A step that ran a larger executable may have one of its own now.
+                self._packer.forget_plans()
                 self._warns = True
 
-    def _warn_of_compilation(self, named: Mapping[str, tuple[torch.Tensor, str]]) -> None:
-        """Says once that a step waits for the compiler though others were compiled before."""
+    def _warn_of_compilation(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Warns once of a step that compiles although others were compiled ahead."""
         if not self._warns or self._compiling != "no":
             return
         self._warns = False
         shapes = ", ".join(
             f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            for name, (tensor, _) in named.items()
+            for name, tensor in named.items()
         )
         warnings.warn(
-            f"{type(self).__name__}: a step compiles while it is waited for: {shapes}. Call "
+            f"{self._owner}: a step compiles while it is waited for: {shapes}. Call "
             "warmup(), or dummy_run for so many rows, before the first request. Further ones are "
             "not reported.",
             UserWarning,
             stacklevel=self._frames,
         )
+
+    def _read(self, path: str, *default: Any) -> Any:
+        return read(self.vllm_config, path, *default, owner=self._owner)
 
     def _set_pages(self, num_pages: int, page_size: int) -> None:
         if self._memory is not None and (num_pages, page_size) != (
@@ -372,43 +371,17 @@ class DeviceProposer:
 
     def _forget_executables(self) -> None:
         self._executables.clear()
-        self._plans.clear()
+        self._packer.forget_plans()
         self._captured.clear()
         self._warns = False
 
     def _dtype(self) -> torch.dtype:
-        dtype = read(self.vllm_config, "model_config.dtype", owner=type(self).__name__)
+        dtype = self._read("model_config.dtype")
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
-    def _load_options(self, owner: str) -> dict[str, Any]:
-        parallel = read(self.vllm_config, "speculative_config.parallel_drafting", None, owner=owner)
+    def _load_options(self) -> dict[str, Any]:
+        parallel = self._read("speculative_config.parallel_drafting", None)
         if parallel is None or self.method == "dflash":  # which drafts in parallel in any case
             return {}
         can = self.method in ("eagle3", "draft_model")
         return {"parallel_drafting": bool(parallel)} if parallel or can else {}
-
-
-def _check_supported(owner: str, vllm_config: Any, has_pages: bool) -> None:
-    """Refuses choices that would silently do something else."""
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if has_pages and read(vllm_config, f"parallel_config.{name}", 1, owner=owner) > 1:
-            refuse_context_parallelism(owner, f"parallel_config.{name}")
-    tree = read(vllm_config, "speculative_config.speculative_token_tree", None, owner=owner)
-    if tree is not None and jspec.Tree(tree).depth < jspec.Tree(tree).num_nodes:
-        raise NotImplementedError(
-            f"{owner}: `speculative_token_tree` is {tree!r:.60}, and a runner verifies drafts as "
-            "one chain. Leave it out, or decode trees with jspec.generate."
-        )
-    if read(vllm_config, "speculative_config.use_heterogeneous_vocab", False, owner=owner):
-        raise NotImplementedError(
-            f"{owner}: use_heterogeneous_vocab is set, and jspec's draft models share the target's "
-            "vocabulary. Leave it out, with a draft model of the target's tokenizer."
-        )
-    sampling = read(vllm_config, "speculative_config.draft_sample_method", "greedy", owner=owner)
-    if sampling != "greedy":
-        warnings.warn(
-            f"{owner}: draft_sample_method is {sampling!r}, and the bridge drafts greedily. "
-            "Verification stays exact; take_last_draft_probs returns None.",
-            RuntimeWarning,
-            stacklevel=4,
-        )

@@ -1,4 +1,4 @@
-"""Hidden states kept for later, called as vLLM's runner calls it.
+"""Storage of the target's hidden states, with the methods that vLLM's runner calls.
 
 Source: vLLM v1/spec_decode/extract_hidden_states.py.
 """
@@ -14,18 +14,17 @@ import numpy as np
 import torch
 
 from jspec.axes import INT32_MAX, PAD_SLOT
-from jspec.metadata import next_power_of_2
 from jspec.models import hidden_cache
 from jspec.proposers.extract_hidden import ExtractHiddenStatesConfig
-from torch_bridge.interop.checks import check_are_tensors, check_has, check_tensors, first_rows
-from torch_bridge.interop.dlpack import check_not_forked, to_torch
-from torch_bridge.interop.packing import Layout, Plan, int64_pairs
+from torch_bridge.interop.checks import check_are_tensors, check_has, check_tensors
+from torch_bridge.interop.dlpack import to_torch
+from torch_bridge.interop.layout import Layout, int64_pairs
 from torch_bridge.proposers.device import DeviceProposer
-from torch_bridge.proposers.prepare import backup_tokens, metadata_first
+from torch_bridge.proposers.prepare import NextTokens
 from torch_bridge.proposers.settings import count_first, read
 
 
-class ExtractHiddenStatesProposer(DeviceProposer):
+class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
     """Stores the target's hidden states by KV slot; its drafts are fillers. See `DeviceProposer`.
 
     Raises:
@@ -36,7 +35,7 @@ class ExtractHiddenStatesProposer(DeviceProposer):
 
     def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
         super().__init__(vllm_config, device, runner)
-        owner = type(self).__name__
+        owner = self._owner
         if self.num_speculative_tokens != 1:
             raise ValueError(
                 f"{owner}: num_speculative_tokens is {self.num_speculative_tokens}, wanted 1: "
@@ -59,7 +58,7 @@ class ExtractHiddenStatesProposer(DeviceProposer):
           ValueError: the draft's config.json names no layers.
         """
         del target_model
-        owner, path = type(self).__name__, "speculative_config.draft_model_config.hf_config"
+        owner, path = self._owner, "speculative_config.draft_model_config.hf_config"
         hf_config = read(self.vllm_config, path, owner=owner)
         layers = _get(hf_config, "eagle_aux_hidden_state_layer_ids")
         if not layers:
@@ -97,13 +96,12 @@ class ExtractHiddenStatesProposer(DeviceProposer):
           [B, 1] the first sampled tokens, in a tensor of its own.
 
         Raises:
-          TypeError, ValueError: a tensor does not fit; named. RuntimeError: `load_model` was not
-            called, or this process was forked.
+          TypeError, ValueError: a tensor is invalid; the message names it. RuntimeError:
+            `load_model` was not called, or this process was forked.
         """
         del slot_mappings, num_speculative_tokens
-        check_not_forked()
         self._ready()
-        owner, size = type(self).__name__, self.config.hidden_size
+        owner, size = self._owner, self.config.hidden_size
         check_tensors(owner, {"sampled_token_ids": (sampled_token_ids, "int B W")}, self.device)
         check_has(owner, "common_attn_metadata", common_attn_metadata, "slot_mapping")
         if not isinstance(target_hidden_states, Sequence):
@@ -119,60 +117,35 @@ class ExtractHiddenStatesProposer(DeviceProposer):
                 f"{owner}: `target_hidden_states` has shapes {shapes}, wanted "
                 f"{len(self.config.hidden_layers)} of [T, {size}], one for each layer that is kept."
             )
-        slots = first_rows(
-            owner,
-            *("slot_mapping", common_attn_metadata.slot_mapping, "int", num_rows, self.device),
-        )
-        words, store = self._pack([slots, *target_hidden_states])
-        # The tiny second result is what orders this memory before the next step's writes.
+        slots = common_attn_metadata.slot_mapping
+        check_tensors(owner, {"slot_mapping": (slots, "int T..")}, self.device, T=num_rows)
+        forms = {"slot_mapping": "long T"}
+        forms |= dict.fromkeys(_by_layer(target_hidden_states), "float T D")
+        words, store = self._pack([slots[:num_rows], *target_hidden_states], forms)
+        # The tiny second result makes the next step's writes wait for this one's reads.
         self._memory, done = store(self._memory, words)
-        self._packer.take(done, 1)
+        self._packer.take(done, 1, 1)
         with torch.inference_mode(False):  # so that it may be written to anywhere
             return sampled_token_ids[:, :1].clone()
 
-    def _plan(
-        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
-    ) -> tuple[Plan, Callable[..., Any]]:
-        slots, *layers = tensors
-        named = {"slot_mapping": (slots, "long T")}
-        named |= {name: (states, "float T D") for name, states in _by_layer(layers).items()}
-        return self._laid_out(named, {"T": next_power_of_2(len(slots))}, _compiled)
-
-    @metadata_first
-    def prepare_next_token_ids_padded(
-        self,
-        sampled_token_ids: torch.Tensor,
-        requests: Mapping[str, Any],
-        gpu_input_batch: Any,
-        discard_request_mask: torch.Tensor,
+    @staticmethod
+    def _next_tokens(
+        sampled: torch.Tensor, discard: torch.Tensor, backup: torch.Tensor, vocab_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Picks each request's first sampled token, or the last known one where it is none.
+        """Picks each request's first sampled token, or the backup where it is none.
 
-        Takes vLLM's leading `common_attn_metadata`, too, and does not read it.
-
-        Args:
-          sampled_token_ids: int [B, W].
-          requests: by id, with `get_token_id`.
-          gpu_input_batch: `num_reqs`, `req_ids`, `num_tokens_no_spec` and `vocab_size` are read.
-          discard_request_mask: bool [B or more].
-
-        Returns:
-          (next_token_ids int32 [B], count int32 [B]): the count is 1 for a token of the vocabulary,
-          of a discarded request as well.
-
-        Raises:
-          TypeError, ValueError: a tensor does not fit; named.
+        Unlike other drafters', the count is 1 for a token of the vocabulary, of a discarded request
+        as well.
         """
-        op, batch = "prepare_next_token_ids_padded", gpu_input_batch
-        check_tensors(op, {"sampled_token_ids": (sampled_token_ids, "int B W")})
-        sampled, discard = sampled_token_ids[:, 0], discard_request_mask
-        discard = first_rows(
-            op, "discard_request_mask", discard, "bool", len(sampled), sampled.device
-        )
-        backup = backup_tokens(requests, batch, len(sampled), sampled.device)
-        is_token = (sampled >= 0) & (sampled < batch.vocab_size)
-        kept = is_token & ~discard
-        return torch.where(kept, sampled.to(torch.int32), backup), is_token.to(torch.int32)
+        tensors = {
+            "sampled_token_ids": (sampled, "int B W"),
+            "discard_request_mask": (discard, "bool B.."),
+        }
+        check_tensors("prepare_next_token_ids_padded", tensors)
+        first = sampled[:, 0]
+        is_token = (first >= 0) & (first < vocab_size)
+        kept = is_token & ~discard[: len(first)]
+        return torch.where(kept, first.to(torch.int32), backup), is_token.to(torch.int32)
 
     def read_hidden_states(self, block_table_row: Sequence[int], num_tokens: int) -> torch.Tensor:
         """Reads what was stored for a request's first tokens; waits for the device.
@@ -188,7 +161,7 @@ class ExtractHiddenStatesProposer(DeviceProposer):
           TypeError, ValueError: the pages are no integers in one dimension.
         """
         self._ready()
-        row = _page_numbers(type(self).__name__, block_table_row)
+        row = _page_numbers(self._owner, block_table_row)
         states = hidden_cache.read(self._memory, row, num_tokens)
         return to_torch(jax.device_put(states, jax.devices("cpu")[0]))
 
@@ -201,6 +174,19 @@ class ExtractHiddenStatesProposer(DeviceProposer):
         metadata = type("Metadata", (), {"slot_mapping": slots})
         sampled = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         self.propose(sampled, [states] * len(self.config.hidden_layers), metadata)
+
+    @staticmethod
+    def _make(config: ExtractHiddenStatesConfig, layout: Layout) -> Callable[..., Any]:
+        @functools.partial(jax.jit, donate_argnums=0)
+        def jspec_bridge_store(memory, words):
+            arrays, sizes = layout.unpack(words)
+            slots = arrays.pop("slot_mapping")
+            row = jnp.arange(slots.shape[0], dtype=jnp.int32)
+            slots = jnp.where(row < sizes["T"], slots, PAD_SLOT)
+            states = jnp.stack(list(arrays.values()), axis=1)
+            return hidden_cache.write(memory, states, slots), int64_pairs(sizes["T"][None, None])
+
+        return jspec_bridge_store
 
 
 def _get(hf_config: Any, name: str) -> Any:
@@ -225,16 +211,3 @@ def _page_numbers(owner: str, block_table_row: Sequence[int]) -> np.ndarray:
 
 def _by_layer(hidden_states: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"target_hidden_states[{i}]": states for i, states in enumerate(hidden_states)}
-
-
-def _compiled(config: ExtractHiddenStatesConfig, layout: Layout) -> Callable[..., Any]:
-    @functools.partial(jax.jit, donate_argnums=0)
-    def jspec_bridge_store(memory, words):
-        arrays, sizes = layout.unpack(words)
-        slots = arrays.pop("slot_mapping")
-        row = jnp.arange(slots.shape[0], dtype=jnp.int32)
-        slots = jnp.where(row < sizes["T"], slots, PAD_SLOT)
-        states = jnp.stack(list(arrays.values()), axis=1)
-        return hidden_cache.write(memory, states, slots), int64_pairs(sizes["T"][None, None])
-
-    return jspec_bridge_store

@@ -1,11 +1,11 @@
-"""Drafters with a decoder of their own, called as vLLM's runner calls its own.
+"""Drafters with a decoder of their own, with the methods that vLLM's runner calls.
 
 A step crosses to JAX once and back once. Source: vLLM v1/spec_decode/llm_base_proposer.py.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,15 +17,14 @@ from jspec.axes import PAD_SLOT
 from jspec.metadata import next_power_of_2, row_request
 from jspec.state import Batch
 from torch_bridge.interop.checks import check_are_tensors, check_tensors, of_metadata
-from torch_bridge.interop.dlpack import check_not_forked
-from torch_bridge.interop.packing import Layout, Plan, int64_pairs, to_int32
+from torch_bridge.interop.layout import Layout, int64_pairs, without_padding
+from torch_bridge.interop.packing import to_int32
 from torch_bridge.proposers import rows
 from torch_bridge.proposers.device import DeviceProposer
 from torch_bridge.proposers.prepare import Preparing
 from torch_bridge.proposers.settings import (
     count_first,
     drafts_of_step,
-    read,
     refuse_context_parallelism,
 )
 from torch_bridge.proposers.weights import target_has_axes
@@ -41,6 +40,7 @@ _FORMS = {
     _TABLE: "int P",
     "target_hidden_states": "float T D",
 }
+_FORMS_WITH_AXES = _FORMS | {"target_positions": "long T axes"}
 """The tensors of a step, as they are packed: `query_start_loc` first says how many requests. The
 table is flat, so that its width, which releases of vLLM choose differently, compiles nothing; nor
 does the width of integers, see `torch_bridge.interop.checks`."""
@@ -49,7 +49,7 @@ does the width of integers, see `torch_bridge.interop.checks`."""
 class LLMProposer(Preparing, DeviceProposer):
     """EAGLE, MTP, DFlash and draft models; see `DeviceProposer`."""
 
-    _frames = 8
+    _frames = 9
 
     @torch.inference_mode()
     def _run_empty(self, num_tokens: int) -> None:
@@ -59,10 +59,10 @@ class LLMProposer(Preparing, DeviceProposer):
         positions = nothing.new_zeros((0, 3) if self._takes_axes else 0, dtype=torch.int64)
         hidden = torch.zeros((0, self._reads.hidden_size), dtype=self._dtype(), device=self.device)
         step = nothing.new_zeros(1), nothing, positions, nothing, nothing, nothing, nothing
-        for bucket in sorted({self._bucket(power, num_tokens) for power in powers}):
-            for columns in self._numbers_of_drafts(bucket[0]):
-                tokens = self._run(step, hidden, columns, bucket)
-                self._packer.take(tokens, 0)  # the next step is packed where this one is read
+        for bucket in sorted({self._padded(power, num_tokens) for power in powers}):
+            for num_drafts in self._numbers_of_drafts(bucket[0]):
+                tokens = self._run(step, hidden, num_drafts, bucket)
+                self._packer.take(tokens, 0, 0)  # the next step is packed into the same memory
 
     @count_first
     def propose(
@@ -104,19 +104,19 @@ class LLMProposer(Preparing, DeviceProposer):
             the drafter's KV cache current.
 
         Returns:
-          int64 [B, K] drafts in memory of torch's own; -1 behind a request's last one: where it
+          int64 [B, K] drafts in memory of torch's own; -1 after a request's last one: where it
           would grow beyond `max_model_len`, and where it kept no token.
 
         Raises:
-          TypeError, ValueError: a tensor does not fit; named. NotImplementedError: embeddings are
-            given, positions of three axes where rows are added, or metadata of decode context
-            parallelism. RuntimeError: no weights are loaded, or this process was forked.
+          TypeError, ValueError: a tensor is invalid; the message names it. NotImplementedError:
+            embeddings are given, positions of three axes where rows are added, or metadata of
+            decode context parallelism. RuntimeError: no weights are loaded, or this process was
+            forked.
         """
         del sampling_metadata, slot_mappings
-        owner = type(self).__name__
-        check_not_forked()
+        owner = self._owner
         self._ready()
-        columns = drafts_of_step(owner, num_speculative_tokens, self.num_speculative_tokens)
+        num_drafts = drafts_of_step(owner, num_speculative_tokens, self.num_speculative_tokens)
         if mm_embed_inputs is not None and _has_embeddings(owner, mm_embed_inputs):
             raise NotImplementedError(
                 f"{owner}: `mm_embed_inputs` has embeddings, which the bridge does not pass on. "
@@ -128,81 +128,40 @@ class LLMProposer(Preparing, DeviceProposer):
         rejected = num_rejected_tokens_gpu
         query_start = of_metadata(owner, cad, "query_start_loc", 1)
         seq_lens, table = (of_metadata(owner, cad, name) for name in ("seq_lens", _TABLE))
-        num_requests = query_start.shape[0] - 1
-        try:
-            if rejected is None:
-                rejected = self._num_rejected(query_start, index, next_token_ids)
-            step = (
-                query_start,
-                target_token_ids,
-                target_positions if target_positions.ndim < 2 else self._in_axes(target_positions),
-                next_token_ids,
-                seq_lens,
-                rejected,
-                self._flat_table(table),
-            )
-            tokens = self._run(step, target_hidden_states, columns)
-        except (AttributeError, IndexError, RuntimeError, TypeError):
-            # What is no tensor is looked for only now: looking takes time.
-            raw = (
-                *(query_start, target_token_ids, target_positions, next_token_ids, seq_lens),
-                *(rejected, table, target_hidden_states),
-            )
-            given = dict(zip(_FORMS, raw, strict=True))
-            if rejected is None:
-                del given["num_rejected_tokens_gpu"]
-            if not self._reads.hidden_layers:
-                del given["target_hidden_states"]
-            check_are_tensors(owner, **given)
-            raise
-        drafts = self._packer.take(tokens, num_requests)
-        if drafts.shape[1] == columns:
-            return drafts
-        with torch.inference_mode(False):  # what comes out may be written to anywhere
-            return drafts[:, :columns].contiguous()
+        if rejected is None:
+            rejected = self._num_rejected(query_start, index, next_token_ids)
+        positions = target_positions
+        if getattr(positions, "ndim", 1) > 1:
+            positions = self._in_axes(positions)
+        step = (
+            *(query_start, target_token_ids, positions, next_token_ids, seq_lens),
+            *(rejected, self._flat_table(table)),
+        )
+        tokens = self._run(step, target_hidden_states, num_drafts)
+        return self._packer.take(tokens, query_start.shape[0] - 1, num_drafts)
 
     def take_last_draft_probs(self) -> None:
-        """Returns None: drafts are greedy, which verification takes for certain."""
+        """Returns None: drafts are greedy, which verification treats as probability 1."""
         return None
 
     def _run(
         self,
         step: tuple[torch.Tensor, ...],
         hidden: torch.Tensor,
-        columns: int,
+        num_drafts: int,
         bucket: tuple[int, int] | None = None,
     ) -> Int32[Array, "B 2K"]:
         """Runs a step, in the order of `_FORMS`, that is padded to a bucket (requests, rows)."""
         tensors = (*step, hidden) if self._reads.hidden_layers else step
-        words, draft = self._pack(tensors, (columns, bucket))
+        forms = _FORMS if getattr(step[2], "ndim", 1) < 2 else _FORMS_WITH_AXES
+        words, draft = self._pack(tensors, forms, (num_drafts,), bucket)
         with self._placed():
             self._memory, tokens = draft(self._params, self._memory, words)
         return tokens
 
-    def _plan(
-        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
-    ) -> tuple[Plan, Callable[..., Any]]:
-        columns, bucket = static
-        given = dict(zip(_FORMS, tensors, strict=False))
-        check_are_tensors(type(self).__name__, **given)
-        named = {name: (tensor, _FORMS[name]) for name, tensor in given.items()}
-        if given["target_positions"].ndim == 2:
-            named["target_positions"] = given["target_positions"], "long T axes"
-        num_requests, num_rows = len(given["query_start_loc"]) - 1, len(given["target_token_ids"])
-        if num_requests > self.settings.max_requests:
-            raise ValueError(
-                f"{type(self).__name__}: `num_reqs` is {num_requests}, wanted at most "
-                f"{self.settings.max_requests}. Raise max_num_seqs in the scheduler's config."
-            )
-        requests, rows = bucket or self._bucket(num_requests, num_rows)
-        table_width = self._table_width(len(given[_TABLE]) // max(num_requests, 1))
-        most = {"B": requests, "T": rows, "P": requests * table_width}
-        return self._laid_out(named, most, _compiled, (columns,))
-
     def _ready(self) -> None:
-        if self._memory is None:
-            super()._ready()
-            self._memory = rows.followed(self._memory)
+        super()._ready()
+        self._memory = rows.followed(self._memory)
 
     def _num_rejected(
         self,
@@ -210,11 +169,11 @@ class LLMProposer(Preparing, DeviceProposer):
         index: torch.Tensor | None,
         next_token_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Counts the rows behind those to sample from."""
+        """Counts the rows after those to sample from."""
         if index is None:
             return self._packer.zeros(query_start.shape[0] - 1)
         check_tensors(
-            type(self).__name__,
+            self._owner,
             {
                 "query_start_loc": (query_start, "int B+1"),
                 "next_token_ids": (next_token_ids, "int B"),
@@ -222,13 +181,13 @@ class LLMProposer(Preparing, DeviceProposer):
             },
             self.device,
         )
-        return (
-            query_start[1:].long() - 1 - (to_int32(index) if index.dtype == torch.int64 else index)
-        )
+        return query_start[1:].long() - 1 - to_int32(index)
 
     def _flat_table(self, table: torch.Tensor) -> torch.Tensor:
+        if not isinstance(table, torch.Tensor) or table.layout != torch.strided:
+            check_are_tensors(self._owner, **{_TABLE: table})
         if table.ndim != 2 or not table.shape[1]:
-            check_tensors(type(self).__name__, {_TABLE: (table, "int B M")})
+            check_tensors(self._owner, {_TABLE: (table, "int B M")})
         return table.reshape(-1)
 
     def _table_width(self, columns: int) -> int:
@@ -243,7 +202,7 @@ class LLMProposer(Preparing, DeviceProposer):
 
     def _in_axes(self, positions: torch.Tensor) -> torch.Tensor:
         """Returns [3, T] positions as they are packed, [T, 3]."""
-        owner = type(self).__name__
+        owner = self._owner
         if positions.ndim != 2 or len(positions) != 3:
             raise ValueError(
                 f"{owner}: `target_positions` has shape {tuple(positions.shape)}, "
@@ -261,7 +220,7 @@ class LLMProposer(Preparing, DeviceProposer):
     @property
     def _takes_axes(self) -> bool:
         """Whether steps come with positions of three axes: the target decides, or else the head."""
-        if target_has_axes(self.vllm_config, owner=type(self).__name__):
+        if target_has_axes(self.vllm_config, owner=self._owner):
             return True
         model = getattr(self.config, "model", None)
         rope = getattr(getattr(model, "decoder", model), "rope", None)
@@ -270,12 +229,26 @@ class LLMProposer(Preparing, DeviceProposer):
     def _numbers_of_drafts(self, num_requests: int) -> list[int]:
         """Returns the numbers of drafts that a batch of up to so many requests may be asked for."""
         path = "speculative_config.num_speculative_tokens_per_batch_size"
-        schedule = read(self.vllm_config, path, (), owner=type(self).__name__)
+        schedule = self._read(path, ())
         asked = {count for first, _, count in schedule if first <= num_requests}
         most = self.num_speculative_tokens
         return sorted({most, *(count for count in asked if 0 <= count < most)})
 
-    def _bucket(self, num_requests: int, num_rows: int) -> tuple[int, int]:
+    def _bucket(
+        self, sizes: Mapping[str, int], asked: tuple[int, int] | None = None
+    ) -> dict[str, int]:
+        """Pads a step to (requests, rows) that were asked for, or else as `_padded` says."""
+        num_requests, most = sizes["B"], self.settings.max_requests
+        if num_requests > most:
+            raise ValueError(
+                f"{self._owner}: `num_reqs` is {num_requests}, wanted at most {most}. Raise "
+                "max_num_seqs in the scheduler's config."
+            )
+        requests, rows = asked or self._padded(num_requests, sizes["T"])
+        table_width = self._table_width(sizes["P"] // max(num_requests, 1))
+        return {"B": requests, "T": rows, "P": requests * table_width}
+
+    def _padded(self, num_requests: int, num_rows: int) -> tuple[int, int]:
         """Pads a step: rows to (K + 1) a request where they fit, or else to a power of two."""
         width = self.settings.num_drafts + 1
         most = next_power_of_2(self.settings.max_requests)
@@ -283,6 +256,22 @@ class LLMProposer(Preparing, DeviceProposer):
         if requests <= most:
             return requests, requests * width
         return most, max(next_power_of_2(num_rows), most)
+
+    @staticmethod
+    def _make(config: Any, layout: Layout, num_drafts: int) -> Callable[..., Any]:
+        """Makes the one executable of a bucket: unpack, prepare, draft."""
+
+        @functools.partial(jax.jit, donate_argnums=1)
+        def jspec_bridge_propose(params, memory, words):
+            with jax.named_scope("unpack"):
+                batch = _batch(*layout.unpack(words))
+            with jax.named_scope("propose"):
+                memory, drafts = rows.propose(config, params, memory, batch, num_drafts=num_drafts)
+            # A result is returned in any case: the next step's writes wait until it is computed.
+            tokens = drafts.tokens if num_drafts else jnp.zeros_like(batch.next_token)[:, None]
+            return memory, int64_pairs(tokens)
+
+        return jspec_bridge_propose
 
 
 class EagleProposer(LLMProposer):
@@ -322,33 +311,14 @@ def _has_embeddings(owner: str, mm_embed_inputs: Any) -> bool:
         ) from error
 
 
-def _compiled(config: Any, layout: Layout, columns: int) -> Callable[..., Any]:
-    """Makes the one executable of a bucket: unpack, prepare, draft."""
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def jspec_bridge_propose(params, memory, words):
-        with jax.named_scope("unpack"):
-            batch = _batch(*layout.unpack(words))
-        with jax.named_scope("propose"):
-            memory, drafts = rows.propose(config, params, memory, batch, num_drafts=columns)
-        # Something is returned in any case: it is what orders the next step behind this one.
-        tokens = drafts.tokens if columns else jnp.zeros_like(batch.next_token)[:, None]
-        return memory, int64_pairs(tokens)
-
-    return jspec_bridge_propose
-
-
 def _batch(arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]]) -> Batch:
-    """Pads a step as jspec's data contract says: nothing behind the live sizes is as it came."""
+    """Makes jspec's batch of a step; entries after the live sizes become padding values."""
     num_requests = arrays["next_token_ids"].shape[0]
     num_rows = arrays["target_token_ids"].shape[0]
-    request = jnp.arange(num_requests + 1, dtype=jnp.int32)
-    live = request[:-1] < sizes["B"]
-    start = arrays["query_start_loc"]
-    end = start.at[sizes["B"]].get(mode="clip", wrap_negative_indices=False)
-    start = jnp.where(request < sizes["B"], start, end)
+    request = jnp.arange(num_requests, dtype=jnp.int32)
+    live, start = without_padding(arrays["query_start_loc"], sizes["B"])
     length = jnp.diff(start)
-    # A request whose rows were all rejected kept nothing: the original drafts from its neighbour.
+    # A request whose rows were all rejected kept nothing: vLLM drafts from its neighbour.
     rejected = jnp.where(live, arrays["num_rejected_tokens_gpu"], 0)
     keeps = live & (rejected < length)
     rejected = jnp.clip(rejected, 0, jnp.maximum(length - 1, 0))
@@ -356,15 +326,15 @@ def _batch(arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]]) -> Batc
     positions, token_index = arrays["target_positions"], None
     if positions.ndim == 2:
         of, _ = row_request(start, num_rows)
-        behind = start.at[of + 1].get(mode="clip") - jnp.arange(num_rows, dtype=jnp.int32)
-        token_index = seq_lens.at[of].get(mode="clip") - behind
+        until_end = start.at[of + 1].get(mode="clip") - jnp.arange(num_rows, dtype=jnp.int32)
+        token_index = seq_lens.at[of].get(mode="clip") - until_end
         positions = positions.T  # [T, 3] -> [3, T]
     zeros = jnp.zeros(num_requests, jnp.int32)
     width = sizes["P"] // jnp.maximum(sizes["B"], 1)
     flat_table = arrays["block_table_tensor"]
     column = jnp.arange(flat_table.shape[0] // num_requests, dtype=jnp.int32)[None]
     has_page = live[:, None] & (column < width)
-    place = jnp.where(has_page, request[:-1, None] * width + column, PAD_SLOT)
+    place = jnp.where(has_page, request[:, None] * width + column, PAD_SLOT)
     return Batch(
         token_ids=arrays["target_token_ids"],
         positions=positions,
@@ -375,7 +345,7 @@ def _batch(arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]]) -> Batc
             mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False
         ),
         num_drafts=zeros,
-        request_slot=jnp.where(live, request[:-1], PAD_SLOT),
+        request_slot=jnp.where(live, request, PAD_SLOT),
         backup_token=zeros,
         discard=~live,
         hidden=arrays.get("target_hidden_states"),

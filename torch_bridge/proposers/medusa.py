@@ -1,7 +1,7 @@
-"""Medusa heads, called as vLLM's runner calls them. Source: vLLM v1/spec_decode/medusa.py."""
+"""Medusa heads, with the methods of vLLM's proposer. Source: vLLM v1/spec_decode/medusa.py."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
@@ -11,11 +11,8 @@ import torch
 
 from jspec import proposers
 from jspec.axes import PAD_SLOT
-from jspec.metadata import next_power_of_2
 from jspec.state import Batch
-from torch_bridge.interop.checks import check_are_tensors
-from torch_bridge.interop.dlpack import check_not_forked
-from torch_bridge.interop.packing import Layout, Plan, int64_pairs
+from torch_bridge.interop.layout import Layout, int64_pairs, without_padding
 from torch_bridge.proposers.device import DeviceProposer
 from torch_bridge.proposers.settings import count_first, drafts_of_step
 
@@ -46,31 +43,17 @@ class MedusaProposer(DeviceProposer):
           int64 [B, K] drafts of torch's own, one of each head.
 
         Raises:
-          TypeError, ValueError: the hidden states do not fit. RuntimeError: no weights are loaded,
+          TypeError, ValueError: the hidden states are invalid. RuntimeError: no weights are loaded,
             or this process was forked.
         """
         del sampling_metadata, slot_mappings
-        check_not_forked()
         self._ready()
-        columns = drafts_of_step(
-            type(self).__name__, num_speculative_tokens, self.num_speculative_tokens
+        num_drafts = drafts_of_step(
+            self._owner, num_speculative_tokens, self.num_speculative_tokens
         )
-        check_are_tensors(type(self).__name__, target_hidden_states=target_hidden_states)
-        words, draft = self._pack([target_hidden_states])
+        words, draft = self._pack([target_hidden_states], {"target_hidden_states": "float B D"})
         self._memory, tokens = draft(self._params, self._memory, words)
-        drafts = self._packer.take(tokens, target_hidden_states.shape[0])
-        if columns == drafts.shape[1]:
-            return drafts
-        with torch.inference_mode(False):  # what comes out may be written to anywhere
-            return drafts[:, :columns].contiguous()
-
-    def _plan(
-        self, tensors: Sequence[torch.Tensor], static: tuple[Any, ...]
-    ) -> tuple[Plan, Callable[..., Any]]:
-        (hidden,) = tensors
-        num_requests = hidden.shape[0]
-        named = {"target_hidden_states": (hidden, "float B D")}
-        return self._laid_out(named, {"B": next_power_of_2(num_requests)}, _compiled)
+        return self._packer.take(tokens, target_hidden_states.shape[0], num_drafts)
 
     def load_model(self, target_model: torch.nn.Module | str | PathLike[str]) -> None:
         """Loads the heads, see `DeviceProposer.load_model`, and compiles for batches of every size.
@@ -86,32 +69,32 @@ class MedusaProposer(DeviceProposer):
         shape = (num_requests, self._reads.hidden_size)
         self.propose(torch.zeros(shape, dtype=self._dtype(), device=self.device))
 
+    @staticmethod
+    def _make(config: Any, layout: Layout) -> Callable[..., Any]:
+        @functools.partial(jax.jit, donate_argnums=1)
+        def jspec_bridge_medusa(params, memory, words):
+            arrays, sizes = layout.unpack(words)
+            hidden = arrays["target_hidden_states"]
+            request = jnp.arange(hidden.shape[0], dtype=jnp.int32)
+            live, start = without_padding(jnp.arange(len(request) + 1, dtype=jnp.int32), sizes["B"])
+            zeros = jnp.zeros_like(request)
+            batch = Batch(
+                token_ids=zeros,
+                positions=zeros,  # below the longest length, at which drafts end: the runner cuts
+                query_start=start,
+                seq_lens=live.astype(jnp.int32),
+                block_table=jnp.full((len(request), 1), PAD_SLOT, jnp.int32),
+                num_drafts=zeros,
+                request_slot=jnp.where(live, request, PAD_SLOT),
+                backup_token=zeros,
+                discard=~live,
+                hidden=hidden,
+                next_token=zeros,
+                last_index=request,
+                num_valid=live.astype(jnp.int32),
+                num_rejected=zeros,
+            )
+            memory, drafts = proposers.propose(config, params, memory, batch)
+            return memory, int64_pairs(drafts.tokens)
 
-def _compiled(config: Any, layout: Layout) -> Callable[..., Any]:
-    @functools.partial(jax.jit, donate_argnums=1)
-    def jspec_bridge_medusa(params, memory, words):
-        arrays, sizes = layout.unpack(words)
-        hidden = arrays["target_hidden_states"]
-        request = jnp.arange(hidden.shape[0], dtype=jnp.int32)
-        live = request < sizes["B"]
-        zeros = jnp.zeros_like(request)
-        batch = Batch(
-            token_ids=zeros,
-            positions=zeros,  # so that no draft lies at the longest length: the runner cuts there
-            query_start=jnp.minimum(jnp.arange(len(request) + 1, dtype=jnp.int32), sizes["B"]),
-            seq_lens=live.astype(jnp.int32),
-            block_table=jnp.full((len(request), 1), PAD_SLOT, jnp.int32),
-            num_drafts=zeros,
-            request_slot=jnp.where(live, request, PAD_SLOT),
-            backup_token=zeros,
-            discard=~live,
-            hidden=hidden,
-            next_token=zeros,
-            last_index=request,
-            num_valid=live.astype(jnp.int32),
-            num_rejected=zeros,
-        )
-        memory, drafts = proposers.propose(config, params, memory, batch)
-        return memory, int64_pairs(drafts.tokens)
-
-    return jspec_bridge_medusa
+        return jspec_bridge_medusa

@@ -1,9 +1,11 @@
-"""N-gram lookup for PyTorch runners: on the device here, on the host in `ngram_host`.
+"""N-gram lookup on the device, and what a runner calls around it; on the host see `ngram_host`.
 
-Source: vLLM v1/spec_decode/ngram_proposer_gpu.py.
+The functions read and write attributes of vLLM's own objects. Source: vLLM
+v1/spec_decode/ngram_proposer_gpu.py.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,16 +15,13 @@ import torch
 from jspec.axes import PAD_TOKEN
 from jspec.metadata import next_power_of_2
 from jspec.pallas import ngram_match
+from torch_bridge.interop.checks import check_tensors
 from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, placement
-from torch_bridge.interop.packing import Field, Layout, Packer
-from torch_bridge.interop.shared import alias, empty, on_device
-from torch_bridge.proposers.ngram_batch import (
-    copy_num_valid_draft_tokens,
-    update_ngram_gpu_tensors_incremental,
-    update_scheduler_for_invalid_drafts,
-)
+from torch_bridge.interop.layout import Layout, layout_of
+from torch_bridge.interop.packing import Packer, Plan
+from torch_bridge.interop.shared import alias, empty, on_device, torch_device
 from torch_bridge.proposers.ngram_host import NgramProposer, lookup_bounds
-from torch_bridge.proposers.settings import Settings, count_first, drafts_of_step, torch_device
+from torch_bridge.proposers.settings import Settings, count_first, drafts_of_step
 
 __all__ = [
     "NgramProposer",
@@ -34,11 +33,11 @@ __all__ = [
 
 
 class NgramProposerGPU:
-    """Drafts the same on the device, from histories that never leave it.
+    """Drafts what `NgramProposer` does on the device, from histories that stay there.
 
     Unlike `jspec`'s drafter, and as the original, it does not end at `max_model_len`: near the
-    limit, a runner takes no drafts. Construction compiles for every size of a batch, with as much
-    memory as a table of histories has.
+    limit, a runner takes no drafts. Construction compiles for every size of a batch, on a
+    temporary table of histories.
 
     Args:
       vllm_config: read by attribute, as by `NgramProposer`, and `scheduler_config.max_num_seqs`.
@@ -70,11 +69,9 @@ class NgramProposerGPU:
         check_preallocation(self.device)
         self._packer = Packer(self.device, owner)
         self._placed = placement(self._packer.device)
-        self._steps: dict[Any, Any] = {}
         self._copy = empty((0, 0), torch.int32, self.device)
         self._shared: dict[int, jax.Array] = {}
         self._shared_key: Any = None
-        self._returned: Any = None
         self._warm_up()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +96,7 @@ class NgramProposerGPU:
 
         Args:
           num_tokens_no_spec: int [B] known tokens of each row before this step; not changed.
-          token_ids_gpu: int32 [B, S] known tokens, rewritten; what lies behind them is not read.
+          token_ids_gpu: int32 [B, S] known tokens, rewritten; what lies after them is not read.
           valid_sampled_token_ids_gpu: int [B, W] sampled tokens; a PAD leaves its cell as it was,
             and what would land outside of its row is dropped.
           valid_sampled_tokens_count: int [B] columns of it that count; 0 drafts nothing.
@@ -110,45 +107,47 @@ class NgramProposerGPU:
           and how many drafts lead up to the first PAD.
 
         Raises:
-          TypeError, ValueError: an argument does not fit; named. RuntimeError: this process was
-            forked.
+          TypeError, ValueError: an argument is invalid; the message names it. RuntimeError: this
+            process was forked.
 
         Source: vLLM v1/spec_decode/ngram_proposer_gpu.py, NgramProposerGPU.propose.
         """
         check_not_forked()
-        columns = drafts_of_step(type(self).__name__, num_speculative_tokens, self.k)
-        self._check("num_tokens_no_spec", num_tokens_no_spec, "B")
-        B = num_tokens_no_spec.shape[0]
-        self._check("token_ids_gpu", token_ids_gpu, "B S", B, (torch.int32,))
-        self._check("valid_sampled_token_ids_gpu", valid_sampled_token_ids_gpu, "B W", B)
-        self._check("valid_sampled_tokens_count", valid_sampled_tokens_count, "B", B)
+        num_drafts = drafts_of_step(type(self).__name__, num_speculative_tokens, self.k)
+        table, num_tokens = token_ids_gpu, num_tokens_no_spec
+        sampled, count = valid_sampled_token_ids_gpu, valid_sampled_tokens_count
+        given = {
+            "num_tokens_no_spec": (num_tokens, "int B"),
+            "token_ids_gpu": (table, "int32 B S"),
+            "valid_sampled_token_ids_gpu": (sampled, "int B W"),
+            "valid_sampled_tokens_count": (count, "int B"),
+        }
+        _, sizes = check_tensors(type(self).__name__, given, self.device)
+        B = sizes["B"]
         if B == 0:
-            nothing = torch.empty((0, columns), dtype=torch.int32, device=self.device)
+            nothing = torch.empty((0, num_drafts), dtype=torch.int32, device=self.device)
             return nothing, nothing.new_empty(0)
         self._packer.follow_stream()
-        with torch.inference_mode():  # in which tensors of both kinds may be written to
-            _append(
-                token_ids_gpu,
-                num_tokens_no_spec,
-                valid_sampled_token_ids_gpu,
-                valid_sampled_tokens_count,
-            )
-            table = self._table(token_ids_gpu, self._bucket(B))
-        tensors = {"num_tokens": num_tokens_no_spec, "count": valid_sampled_tokens_count}
-        rows = table.shape[0]
-        step = self._steps.get(rows)
-        if step is None:
-            layout = Layout(tuple(Field(name, "B") for name in tensors), (("B", rows),))
-            step = self._steps[rows] = layout, _compiled(layout, self.min_n, self.max_n, self.k)
-        layout, match = step
-        plan = self._packer.plan(layout, tensors, {"B": B})
+        with torch.inference_mode():  # inference tensors and others may be written to
+            _append(table, num_tokens, sampled, count)
+            most = self.max_num_seqs if B <= self.max_num_seqs else next_power_of_2(B)
+            histories = self._table(table, min(next_power_of_2(B), most))
+        rows = histories.shape[0]
+
+        def plan() -> tuple[Plan, Any]:
+            packed = {"num_tokens": (num_tokens, "int B"), "count": (count, "int B")}
+            layout = layout_of(packed, {"B": rows})
+            planned = self._packer.plan(layout, {n: x for n, (x, _) in packed.items()}, sizes)
+            return planned, _compiled(layout, self.min_n, self.max_n, self.k)
+
+        words, match = self._packer.pack_planned(rows, [num_tokens, count], plan)
         with self._placed():
-            found = match(table, self._packer.pack(plan, list(tensors.values())))
+            found = match(histories, words)
         # One copy: the drafts of all rows, then the counts.
-        self._returned, both = self._packer.own(found, rows * self.k + B, torch.int32)
+        both = self._packer.own(found, rows * self.k + B, torch.int32)
         drafts, num_valid = both[: B * self.k].view(B, self.k), both[rows * self.k :]
-        if columns < self.k:
-            return drafts[:, :columns].contiguous(), num_valid.clamp_(max=columns)
+        if num_drafts < self.k:
+            return drafts[:, :num_drafts].contiguous(), num_valid.clamp_(max=num_drafts)
         return drafts, num_valid
 
     def update_token_ids_ngram(
@@ -179,7 +178,7 @@ class NgramProposerGPU:
           to PAD.
 
         Raises:
-          TypeError, ValueError: an argument does not fit; named.
+          TypeError, ValueError: an argument is invalid; the message names it.
 
         Source: vLLM v1/spec_decode/ngram_proposer_gpu.py, NgramProposerGPU.update_token_ids_ngram.
         """
@@ -190,12 +189,14 @@ class NgramProposerGPU:
             sampled = on_device(padded, self.device, torch.int32).reshape(-1, width)
         else:
             sampled = sampled_token_ids
-        self._check("sampled_token_ids", sampled, "B W", B)
-        self._check("token_ids_gpu", token_ids_gpu, "B S", B, (torch.int32,), or_more=True)
-        self._check("num_tokens_no_spec", num_tokens_no_spec, "B", B, or_more=True)
-        discard = discard_request_mask
-        self._check("discard_request_mask", discard, "B", B, (torch.bool,), or_more=True)
-        sampled = sampled.masked_fill(discard[:B].unsqueeze(1), PAD_TOKEN)
+        given = {
+            "sampled_token_ids": (sampled, "int B W"),
+            "token_ids_gpu": (token_ids_gpu, "int32 B.. S"),
+            "num_tokens_no_spec": (num_tokens_no_spec, "int B.."),
+            "discard_request_mask": (discard_request_mask, "bool B.."),
+        }
+        check_tensors(type(self).__name__, given, self.device, B=B)
+        sampled = sampled.masked_fill(discard_request_mask[:B].unsqueeze(1), PAD_TOKEN)
         valid = (sampled != PAD_TOKEN) & (sampled < gpu_input_batch.vocab_size)
         count = valid.sum(1, dtype=torch.int32)
         newest = sampled.gather(1, (count.long() - 1).clamp_(min=0).unsqueeze(1)).squeeze(1)
@@ -203,15 +204,11 @@ class NgramProposerGPU:
         backup = token_ids_gpu[:B].gather(1, place.unsqueeze(1)).squeeze(1)
         return torch.where(count > 0, newest, backup), count, sampled
 
-    def _bucket(self, num_requests: int) -> int:
-        rows = next_power_of_2(num_requests)
-        return rows if num_requests > self.max_num_seqs else min(rows, self.max_num_seqs)
-
     def _table(self, token_ids: torch.Tensor, rows: int) -> jax.Array:
-        """Hands the histories to JAX, with what lies behind them up to so many rows."""
+        """Hands the histories to JAX, with the memory after them up to so many rows."""
         B, width = token_ids.shape
         num_tokens = token_ids.untyped_storage().nbytes() // 4 - token_ids.storage_offset()
-        # JAX wants 64 bytes of alignment on a CPU, XLA 16 on a GPU.
+        # JAX needs 64 bytes of alignment on a CPU, XLA 16 on a GPU.
         aligned = token_ids.is_contiguous() and token_ids.data_ptr() % 64 == 0
         wanted = max(width, self.max_model_len)
         if not aligned or num_tokens < rows * width or width < wanted:
@@ -220,7 +217,7 @@ class NgramProposerGPU:
             self._copy[:B, :width].copy_(token_ids)
             token_ids, width = self._copy, wanted
         key = token_ids.data_ptr(), width
-        if key != self._shared_key:  # the memory of an address that JAX holds is not given away
+        if key != self._shared_key:  # the arrays keep their memory: an address is not reused
             self._shared, self._shared_key = {}, key
         if rows not in self._shared:
             self._shared[rows] = alias(token_ids.as_strided((rows, width), (width, 1)))
@@ -236,57 +233,16 @@ class NgramProposerGPU:
             self.propose(zeros[:rows], table[:rows], nothing[:rows], zeros[:rows])
         self._shared, self._shared_key = {}, None
 
-    def _check(
-        self,
-        name: str,
-        tensor: Any,
-        axes: str,
-        rows: int | None = None,
-        dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64),
-        or_more: bool = False,
-    ) -> None:
-        owner = type(self).__name__
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{owner}: `{name}` is a {type(tensor).__module__}.{type(tensor).__name__}, wanted "
-                f"a torch tensor on {self.device}. Make one first: torch.as_tensor({name}, "
-                f"device={str(self.device)!r})."
-            )
-        here, there = self.device, tensor.device
-        if (here.type, here.index or 0) != (there.type, there.index or 0):
-            raise ValueError(
-                f"{owner}: `{name}` is on {there}, and the drafter on {here}. Move it first: "
-                f"{name}.to({str(here)!r})."
-            )
-        if tensor.dtype not in dtypes:
-            raise TypeError(
-                f"{owner}: `{name}` has dtype {tensor.dtype}, wanted "
-                f"{' or '.join(map(str, dtypes))}. Convert it first: {name}.to({dtypes[0]})."
-            )
-        fits = tensor.ndim == len(axes.split())
-        if fits and rows is not None:
-            fits = tensor.shape[0] >= rows if or_more else tensor.shape[0] == rows
-        if not fits:
-            wanted = "" if rows is None else f" with B = {rows}{' or more' if or_more else ''}"
-            raise ValueError(
-                f"{owner}: `{name}` has shape {tuple(tensor.shape)}, wanted [{axes}]{wanted}. Pass "
-                "one row for each request of this step."
-            )
-
-
-_INT64_MAX = 2**63 - 1
-
 
 def _append(
     token_ids: torch.Tensor, num_tokens: torch.Tensor, sampled: torch.Tensor, count: torch.Tensor
 ) -> None:
-    """Writes sampled tokens behind the known ones of each row, in place."""
+    """Writes sampled tokens after the known ones of each row, in place."""
     last = token_ids.shape[1] - 1
-    start = (num_tokens.long() & _INT64_MAX).unsqueeze(
-        1
-    )  # a length below 0 lies far behind the row
-    # Columns beyond the end of a row repeat the one that lands on its last cell: of writes to one
-    # cell, a device may keep any.
+    # A negative length becomes a place far after the end of the row.
+    start = (num_tokens.long() & (2**63 - 1)).unsqueeze(1)
+    # Columns beyond the end of a row repeat the one for its last cell: among writes to one cell, a
+    # device may keep any.
     column = torch.arange(sampled.shape[1], device=sampled.device)
     column = column.minimum((last - start).clamp_(min=0))  # [B, W]
     place = start + column
@@ -317,3 +273,131 @@ def _compiled(layout: Layout, min_n: int, max_n: int, num_drafts: int) -> Any:
         return jnp.concatenate([drafts.reshape(-1), num_valid])
 
     return jspec_bridge_ngram
+
+
+def update_scheduler_for_invalid_drafts(
+    num_valid_draft_tokens_event: Any,
+    num_valid_draft_tokens_cpu: torch.Tensor,
+    scheduler_output: Any,
+    req_id_to_index: dict[str, int],
+) -> None:
+    """Removes drafts that do not exist from a scheduled step.
+
+    A request that keeps none loses its entry. One without index or without drafts stays as it is.
+
+    Args:
+      num_valid_draft_tokens_event: waited for; None where nothing was queued.
+      num_valid_draft_tokens_cpu: int [B] drafts that exist, by row.
+      scheduler_output: `scheduled_cached_reqs.req_ids` is read; `scheduled_spec_decode_tokens`,
+        `num_scheduled_tokens` and `total_num_scheduled_tokens` are rewritten.
+      req_id_to_index: row of each request.
+
+    Source: vLLM v1/spec_decode/ngram_proposer_gpu.py, update_scheduler_for_invalid_drafts.
+    """
+    if num_valid_draft_tokens_event is not None:
+        num_valid_draft_tokens_event.synchronize()
+    num_valid = num_valid_draft_tokens_cpu.tolist()
+    scheduled = scheduler_output.scheduled_spec_decode_tokens
+    for req_id in scheduler_output.scheduled_cached_reqs.req_ids:
+        index, drafts = req_id_to_index.get(req_id), scheduled.get(req_id)
+        if index is None or drafts is None:
+            continue
+        kept = max(0, min(num_valid[index], len(drafts)))
+        scheduler_output.total_num_scheduled_tokens -= len(drafts) - kept
+        scheduler_output.num_scheduled_tokens[req_id] -= len(drafts) - kept
+        if kept:
+            scheduled[req_id] = drafts[:kept]
+        else:
+            del scheduled[req_id]
+
+
+def update_ngram_gpu_tensors_incremental(
+    input_batch: Any,
+    token_ids_gpu_tensor: torch.Tensor,
+    num_tokens_no_spec_gpu: torch.Tensor,
+    new_reqs: Iterable[Any],
+    device: Any = None,
+    _pinned_idx_buf: torch.Tensor | None = None,
+    _pinned_val_buf: torch.Tensor | None = None,
+) -> None:
+    """Reorders histories on the device after the batch was reordered.
+
+    The row of a continuing request is moved on the device; a new or resumed one
+    gets its known tokens from the host, and so do all in the first call. Lengths always come from
+    the host. Queued on the caller's stream; nothing waits for it.
+
+    Args:
+      input_batch: `req_id_to_index`, `prev_req_id_to_index` (None = first call),
+        `num_tokens_no_spec` and `token_ids_cpu_tensor` are read.
+      token_ids_gpu_tensor: int32 [R, S] known tokens, rewritten.
+      num_tokens_no_spec_gpu: int32 [R] lengths, rewritten.
+      new_reqs: new and resumed requests, of which `req_id` is read.
+      device: not used: the tensors have one.
+      _pinned_idx_buf, _pinned_val_buf: not used: a second call could write to them before the
+        copies of the first are done.
+
+    Source: vLLM v1/spec_decode/ngram_proposer_gpu.py, update_ngram_gpu_tensors_incremental.
+    """
+    del device, _pinned_idx_buf, _pinned_val_buf
+    before, now = input_batch.prev_req_id_to_index, input_batch.req_id_to_index
+    if not now:
+        return
+    device, lengths = token_ids_gpu_tensor.device, input_batch.num_tokens_no_spec
+    fresh, moves = set(now), []
+    if before is not None:
+        fresh = {request.req_id for request in new_reqs} & fresh
+        moves = [(before.get(r, i), i) for r, i in now.items() if r not in fresh]
+        moves = [move for move in moves if move[0] != move[1]]
+    # In inference mode, inference tensors and others may be written to.
+    with torch.inference_mode():
+        if moves:
+            source, target = on_device(list(zip(*moves, strict=True)), device, torch.long)
+            # All rows are read before any is written: moves may form cycles.
+            token_ids_gpu_tensor.index_copy_(
+                0, target, token_ids_gpu_tensor.index_select(0, source)
+            )
+        for index in (now[req_id] for req_id in fresh):
+            num_tokens = int(lengths[index])
+            token_ids_gpu_tensor[index, :num_tokens].copy_(
+                input_batch.token_ids_cpu_tensor[index, :num_tokens], non_blocking=True
+            )
+        active = list(now.values())
+        index, length = on_device([active, [int(lengths[i]) for i in active]], device, torch.long)
+        num_tokens_no_spec_gpu.index_copy_(0, index, length.to(num_tokens_no_spec_gpu.dtype))
+
+
+def copy_num_valid_draft_tokens(
+    num_valid_draft_tokens_cpu: torch.Tensor,
+    num_valid_draft_tokens_copy_stream: Any,
+    num_valid_draft_tokens_event: Any,
+    num_valid_draft_tokens: torch.Tensor | None,
+    batch_size: int,
+) -> None:
+    """Copies the numbers of drafts to the host on a separate stream.
+
+    Args:
+      num_valid_draft_tokens_cpu: int32 [R] pinned, rewritten up to the batch's size.
+      num_valid_draft_tokens_copy_stream: waits for the current stream; None on a CPU.
+      num_valid_draft_tokens_event: recorded after the copy; None on a CPU.
+      num_valid_draft_tokens: int32 [B] of `NgramProposerGPU.propose`; None does nothing.
+      batch_size: requests in the batch.
+
+    Source: vLLM v1/spec_decode/ngram_proposer_gpu.py, copy_num_valid_draft_tokens.
+    """
+    if num_valid_draft_tokens is None:
+        return
+    size = min(batch_size, num_valid_draft_tokens.shape[0])
+    if size <= 0:
+        return
+    target, source = num_valid_draft_tokens_cpu[:size], num_valid_draft_tokens[:size]
+    if not source.is_cuda:
+        target.copy_(source)
+        return
+    stream = num_valid_draft_tokens_copy_stream
+    stream.wait_stream(torch.cuda.current_stream(source.device))
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        num_valid_draft_tokens_event.record()
+    num_valid_draft_tokens.record_stream(
+        stream
+    )  # so that its memory is not reused before the copy is done

@@ -19,7 +19,7 @@ from torch_bridge.proposers.settings import Settings, count_first, drafts_of_ste
 class NgramProposer:
     """Drafts what followed the earliest of the longest earlier matches, on the host.
 
-    Nothing of JAX runs, so that it works in forked workers as well. Construction compiles.
+    JAX does not run, so it works in forked workers. Construction compiles.
 
     Args:
       vllm_config: read by attribute: `prompt_lookup_min` and `prompt_lookup_max` (either takes the
@@ -69,13 +69,13 @@ class NgramProposer:
           `max_model_len - n`.
 
         Raises:
-          TypeError, ValueError: an argument does not fit; named.
+          TypeError, ValueError: an argument is invalid; the message names it.
 
         Source: vLLM v1/spec_decode/ngram_proposer.py, NgramProposer.propose.
         """
         del slot_mappings
         owner = type(self).__name__
-        columns = drafts_of_step(owner, num_speculative_tokens, self.k)
+        num_drafts = drafts_of_step(owner, num_speculative_tokens, self.k)
         table = _on_host(owner, "token_ids_cpu", token_ids_cpu, 2, ("int32",))
         num_tokens = _on_host(owner, "num_tokens_no_spec", num_tokens_no_spec, 1, _LENGTHS)
         B = len(sampled_token_ids)
@@ -94,8 +94,8 @@ class NgramProposer:
                 f"the width of `token_ids_cpu`. Pass the number of known tokens of each row."
             )
         history = np.ascontiguousarray(table[:B]).view()
-        history.flags.writeable = False  # one type, so one compilation, for every caller's array
-        tokens, counts = np.empty((B, columns), np.int32), np.zeros(B, np.int32)
+        history.flags.writeable = False  # one numba type, so one compilation, for all arrays
+        tokens, counts = np.empty((B, num_drafts), np.int32), np.zeros(B, np.int32)
         limits = self.min_n, self.max_n, self.max_model_len
         _search(history, lengths.astype(np.int32), *limits, tokens, counts)
         rows = zip(tokens.tolist(), counts.tolist(), strict=True)
@@ -134,8 +134,8 @@ _SEARCH_TYPES = (
 )
 
 
-# Of its own, as `jspec`'s search ends a draft at a negative id. On one thread, as the original's:
-# a pool of threads does not survive a fork.
+# Not jspec's search, which ends a draft at a negative id. On one thread, as vLLM's: a pool of
+# threads does not survive a fork.
 @entry(ngram)
 def _search(
     history,  # [B, S]

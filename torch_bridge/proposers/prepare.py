@@ -1,4 +1,4 @@
-"""What a runner calls between verification and drafting, with vLLM's names and arguments.
+"""Methods that a runner calls between verification and drafting, with vLLM's signatures.
 
 Source: vLLM v1/spec_decode/llm_base_proposer.py.
 """
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from jspec.axes import PAD_TOKEN
-from torch_bridge.interop.checks import check_tensors, first_rows
+from torch_bridge.interop.checks import check_are_tensors
 from torch_bridge.interop.metadata import HOST_LENGTHS, has_own, remade
 from torch_bridge.interop.shared import on_device
+from torch_bridge.ops.kernels import eagle_prepare_inputs_padded, eagle_prepare_next_token_padded
 
 
 def metadata_first(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,8 +28,52 @@ def metadata_first(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Preparing:
-    """The steps between verification and drafting.
+class NextTokens:
+    """The token that each request continues from, where sampled tokens are on the device."""
+
+    @metadata_first
+    def prepare_next_token_ids_padded(
+        self,
+        sampled_token_ids: torch.Tensor,
+        requests: Mapping[str, Any],
+        gpu_input_batch: Any,
+        discard_request_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Picks the token that each request continues from, where sampled tokens are on the device.
+
+        A request that keeps none continues from its last known token. Takes vLLM's leading
+        `common_attn_metadata`, too, and does not read it. Nothing waits for the device.
+
+        Args:
+          sampled_token_ids: int [B, W]; -1 after the last kept one.
+          requests: by id; `get_token_id(index)` is read.
+          gpu_input_batch: `num_reqs`, `req_ids`, `num_tokens_no_spec` and `vocab_size` are read.
+          discard_request_mask: bool [B] or longer; True for a request whose tokens do not count.
+
+        Returns:
+          (next_token_ids, valid_sampled_tokens_count): int32 [B] each; the second is 0 where
+          discarded.
+
+        Raises:
+          TypeError, ValueError: a tensor is invalid; the message names it. ValueError: a request
+            was given embeddings in place of a prompt.
+        """
+        sampled, batch = sampled_token_ids, gpu_input_batch
+        if isinstance(sampled, list):
+            raise TypeError(
+                "prepare_next_token_ids_padded: `sampled_token_ids` is a list, wanted a torch "
+                "tensor. Lists on the host are for prepare_next_token_ids_cpu."
+            )
+        if not isinstance(sampled, torch.Tensor) or not sampled.ndim:
+            check_are_tensors("prepare_next_token_ids_padded", sampled_token_ids=sampled)
+        backup = backup_tokens(requests, batch, sampled.shape[0], sampled.device)
+        return self._next_tokens(sampled, discard_request_mask, backup, batch.vocab_size)
+
+    _next_tokens = staticmethod(eagle_prepare_next_token_padded)
+
+
+class Preparing(NextTokens):
+    """Prepares next tokens and metadata between verification and drafting.
 
     Nothing that the caller passes is written to: metadata comes back as a copy, of the same class.
 
@@ -74,52 +118,6 @@ class Preparing:
             next_token_ids.append(int(request.get_token_id(place)))
         return on_device(next_token_ids, self.device, torch.int32)
 
-    @metadata_first
-    def prepare_next_token_ids_padded(
-        self,
-        sampled_token_ids: torch.Tensor,
-        requests: Mapping[str, Any],
-        gpu_input_batch: Any,
-        discard_request_mask: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Picks the token that each request continues from, where sampled tokens are on the device.
-
-        A request that keeps none continues from its last known token. Takes vLLM's leading
-        `common_attn_metadata`, too, and does not read it. Nothing waits for the device.
-
-        Args:
-          sampled_token_ids: int [B, W]; -1 after the last kept one.
-          requests: by id; `get_token_id(index)` is read.
-          gpu_input_batch: `num_reqs`, `req_ids`, `num_tokens_no_spec` and `vocab_size` are read.
-          discard_request_mask: bool [B] or longer; True for a request whose tokens do not count.
-
-        Returns:
-          (next_token_ids, valid_sampled_tokens_count): int32 [B] each; the second is 0 where
-          discarded.
-
-        Raises:
-          TypeError, ValueError: a tensor does not fit; named. ValueError: a request was given
-            embeddings in place of a prompt.
-        """
-        op, discard = "prepare_next_token_ids_padded", discard_request_mask
-        if isinstance(sampled_token_ids, list):
-            raise TypeError(
-                f"{op}: `sampled_token_ids` is a list, wanted a torch tensor. Lists on the "
-                "host are for prepare_next_token_ids_cpu."
-            )
-        check_tensors(op, {"sampled_token_ids": (sampled_token_ids, "int B W")})
-        num_rows, device = sampled_token_ids.shape[0], sampled_token_ids.device
-        discard = first_rows(op, "discard_request_mask", discard, "bool", num_rows, device)
-        backup = backup_tokens(requests, gpu_input_batch, num_rows, device)
-        with torch.inference_mode(False):  # what comes out may be written to anywhere
-            valid = sampled_token_ids != PAD_TOKEN
-            valid &= sampled_token_ids < gpu_input_batch.vocab_size
-            valid.masked_fill_(discard.unsqueeze(1), False)
-            count = valid.sum(1, dtype=torch.int32)
-            last = valid.cumsum(1).argmax(1)  # the first of the highest counts: the last valid lane
-            newest = sampled_token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
-            return torch.where(count > 0, newest.to(torch.int32), backup), count
-
     def prepare_inputs_padded(
         self,
         common_attn_metadata: Any,
@@ -129,7 +127,7 @@ class Preparing:
         """Finds each request's last accepted row; rejected rows stay in the batch.
 
         Nothing waits for the device. A request that keeps no token has its index before its first
-        row, as recorded; `propose` drafts nothing for it.
+        row, as in vLLM; `propose` drafts nothing for it.
 
         Args:
           common_attn_metadata: of the target's pass.
@@ -141,24 +139,16 @@ class Preparing:
           int32 [B] each.
 
         Raises:
-          TypeError, ValueError: a tensor does not fit; named.
+          TypeError, ValueError: a tensor is invalid; the message names it.
         """
         cad = common_attn_metadata
         num_requests = cad.num_reqs
         starts = cad.query_start_loc_cpu[: num_requests + 1].tolist()
-        op, device = "prepare_inputs_padded", cad.query_start_loc.device
-        ends, count = (
-            first_rows(op, name, tensor, "int", num_requests, device)
-            for name, tensor in (
-                ("cu_num_draft_tokens", spec_decode_metadata.cu_num_draft_tokens),
-                ("valid_sampled_tokens_count", valid_sampled_tokens_count),
-            )
+        index, num_rejected = eagle_prepare_inputs_padded(
+            spec_decode_metadata.cu_num_draft_tokens,
+            valid_sampled_tokens_count,
+            cad.query_start_loc[: num_requests + 1],
         )
-        with torch.inference_mode(False):  # what comes out may be written to anywhere
-            drafts = ends.to(torch.int32, copy=True)
-            drafts[1:] -= ends[:-1]
-            num_rejected = ((drafts + 1 - count) * (drafts > 0)).to(torch.int32)
-            index = cad.query_start_loc[1 : num_requests + 1] - 1 - num_rejected
         metadata = remade(
             cad,
             num_actual_tokens=starts[-1],
@@ -174,7 +164,7 @@ class Preparing:
         sampled_token_ids: Sequence[Sequence[int]],
         num_draft_tokens: Sequence[int],
     ) -> tuple[Any, torch.Tensor]:
-        """Takes the rows of rejected drafts out of a pass.
+        """Removes the rows of rejected drafts from a pass.
 
         Computes on the host, as vLLM does: `seq_lens` is waited for where it is on a GPU.
 
@@ -238,7 +228,7 @@ class Preparing:
 def backup_tokens(
     requests: Mapping[str, Any], gpu_input_batch: Any, num_rows: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns the last known token of each request, int32 [num_rows]; 0 in rows behind them."""
+    """Returns the last known token of each request, int32 [num_rows]; 0 in rows after them."""
     num_requests = min(gpu_input_batch.num_reqs, num_rows)
     backup = [
         int(requests[request_id].get_token_id(int(length) - 1))

@@ -1,7 +1,7 @@
-"""Memory by request for drafters that have one, where a runner names requests by their order alone.
+"""Drafter memory by request for runners that pass batch indices and no batch slots.
 
-The order changes from step to step. What stays with a request is where its KV lies: the slot of its
-last accepted token is the one before its next step's first row.
+The order of requests changes from step to step, but a request keeps its KV slots: the slot of its
+last accepted token is the one before the first row of its next step.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jspec.state import Batch, Drafts, Memory, Params, pytree
 
 @pytree
 class FollowedMemory:
-    """A drafter's memory whose rows follow the requests.
+    """A drafter's memory, in which a request's row is found by its KV slot.
 
     Attributes:
       inner: the drafter's.
@@ -35,19 +35,19 @@ class FollowedMemory:
 
 
 def followed(memory: Memory) -> Memory:
-    """Lets the rows of a memory that has some follow the requests; others stay as they are."""
+    """Wraps a memory with a row a request, so that the rows follow the requests."""
     if not isinstance(memory, _in_turn.Memory):
         return memory
     shape, place = memory.next_position.shape, memory.next_position.sharding
     nothing, zeros = np.full(shape, PAD_SLOT, np.int32), np.zeros(shape, np.int32)
-    slot, idle = jax.device_put((nothing, zeros), place)  # committed, as what a step returns
+    slot, idle = jax.device_put((nothing, zeros), place)  # committed, as a step's results are
     return FollowedMemory(inner=memory, slot=slot, idle=idle)
 
 
 def propose(
     config: object, params: Params, memory: Memory, batch: Batch, *, num_drafts: int
 ) -> tuple[Memory, Drafts]:
-    """Drafts as `jspec.proposers.propose`, whatever order the requests are in.
+    """Drafts as `jspec.proposers.propose`, for requests in any order.
 
     Args:
       config, params, num_drafts: as there.
@@ -74,7 +74,7 @@ def _follow(memory: FollowedMemory, batch: Batch) -> tuple[FollowedMemory, Batch
     slot = _slot(batch, first - 1, inner.cache.page_size)
     same = (memory.slot[None] == slot[:, None]) & (inner.next_position[None] == first[:, None])
     same &= (runs & (slot >= 0))[:, None]  # [B, R]
-    # Pages are used again: of two rows the one that was used last is the request's.
+    # Pages are reused: of two rows with one slot, the one used last is the request's.
     source = jnp.argmax(jnp.where(same, INT32_MAX - memory.idle, -1), axis=1)
     found = same.any(axis=1)
     # Requests that share a cached prefix may find one row: the others of them get copies.

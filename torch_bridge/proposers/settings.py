@@ -1,13 +1,13 @@
-"""What a drafter needs of vLLM's configuration, read by attribute: vLLM is not imported."""
+"""Reads vLLM's configuration by attribute, without importing vLLM."""
 
 import functools
 import operator
+import warnings
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NoReturn
 
-import torch
-
+import jspec
 from jspec._checks import check_at_least
 
 _MISSING = object()
@@ -96,24 +96,30 @@ def refuse_context_parallelism(owner: str, name: str) -> NoReturn:
     )
 
 
-def torch_device(device: Any, owner: str) -> torch.device:
-    """Returns a device with its index.
-
-    Raises:
-      TypeError: it is none.
-    """
-    try:
-        device = torch.device(device)
-    except (TypeError, RuntimeError) as error:
-        raise TypeError(
-            f"{owner}: `device` is {device!r}, wanted a torch device. Pass for example "
-            "torch.device('cuda:0') or 'cpu'."
-        ) from error
-    if device.type == "cpu":
-        return torch.device("cpu")  # tensors never say cpu:0
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+def check_supported(owner: str, vllm_config: Any, has_pages: bool) -> None:
+    """Refuses choices that would silently do something else."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if has_pages and read(vllm_config, f"parallel_config.{name}", 1, owner=owner) > 1:
+            refuse_context_parallelism(owner, f"parallel_config.{name}")
+    tree = read(vllm_config, "speculative_config.speculative_token_tree", None, owner=owner)
+    if tree is not None and jspec.Tree(tree).depth < jspec.Tree(tree).num_nodes:
+        raise NotImplementedError(
+            f"{owner}: `speculative_token_tree` is {tree!r:.60}, and a runner verifies drafts as "
+            "one chain. Leave it out, or decode trees with jspec.generate."
+        )
+    if read(vllm_config, "speculative_config.use_heterogeneous_vocab", False, owner=owner):
+        raise NotImplementedError(
+            f"{owner}: use_heterogeneous_vocab is set, and jspec's draft models share the target's "
+            "vocabulary. Leave it out, with a draft model of the target's tokenizer."
+        )
+    sampling = read(vllm_config, "speculative_config.draft_sample_method", "greedy", owner=owner)
+    if sampling != "greedy":
+        warnings.warn(
+            f"{owner}: draft_sample_method is {sampling!r}, and the bridge drafts greedily. "
+            "Verification stays exact; take_last_draft_probs returns None.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def count_first(method: Any) -> Any:

@@ -15,9 +15,9 @@ from torch_bridge.proposers.settings import count_first, drafts_of_step, read
 
 
 class SuffixDecodingProposer:
-    """Drafts what most often followed the end of a request's text, in any request so far.
+    """Drafts what most often followed the end of a request's tokens in all requests so far.
 
-    Nothing of JAX runs, so that it works in forked workers as well. Construction compiles.
+    JAX does not run, so it works in forked workers. Construction compiles.
 
     Args:
       vllm_config: read by attribute: `model_config.max_model_len`, and of its
@@ -92,12 +92,12 @@ class SuffixDecodingProposer:
           `max_model_len - n - 1`.
 
         Raises:
-          TypeError, ValueError: an argument does not fit; named.
+          TypeError, ValueError: an argument is invalid; the message names it.
 
         Source: vLLM v1/spec_decode/suffix_decoding.py, SuffixDecodingProposer.propose.
         """
         del slot_mappings
-        columns = drafts_of_step(
+        num_drafts = drafts_of_step(
             type(self).__name__, num_speculative_tokens, self.num_speculative_tokens
         )
         cache, table = self.suffix_cache, input_batch.token_ids_cpu
@@ -117,7 +117,7 @@ class SuffixDecodingProposer:
             draft = cache.speculate(
                 req_id,
                 row[max(0, num_tokens - self.max_tree_depth) : num_tokens],
-                max_spec_tokens=min(columns, self.max_model_len - num_tokens - 1),
+                max_spec_tokens=min(num_drafts, self.max_model_len - num_tokens - 1),
                 max_spec_factor=self.max_spec_factor,
                 min_token_prob=self.min_token_prob,
             )

@@ -26,7 +26,7 @@ def target_of(
     *,
     owner: str,
 ) -> Model:
-    """Returns as much of a target as a drafter is loaded with: shape, embedding and head.
+    """Returns the parts of a target that a drafter is loaded with: config, embedding and head.
 
     Args:
       target: a module of vLLM's or transformers' form, whose tables JAX then reads where they are,
@@ -104,7 +104,7 @@ def _share(
             f"{V} rows of {D}. Pass the path of the target's checkpoint where the module holds a "
             "part of the table (tensor parallelism)."
         )
-    table = table.detach()[:V]  # rows behind the vocabulary are padding
+    table = table.detach()[:V]  # rows after the vocabulary are padding
     if table.device != device:
         return to_jax(table.to(device), name=name)
     # Weights of a mapped file may lie where JAX cannot read them on a CPU: then they are copied.
