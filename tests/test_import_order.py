@@ -20,15 +20,6 @@ def levels(package: str) -> dict[str, int]:
 LEVELS = {package: levels(package) for package in ("jspec", "torch_bridge")}
 FILES = [path for package in LEVELS for path in sorted((ROOT / package).rglob("*.py"))]
 
-BRIDGE = (
-    ("interop",),
-    ("ops",),
-    ("proposers",),
-    ("convert", "vllm_plugin"),
-)
-BRIDGE_LEVEL = {name: level for level, names in enumerate(BRIDGE) for name in names}
-BRIDGE_FILES = sorted((ROOT / "torch_bridge").rglob("*.py"))
-
 
 def imported(path: Path) -> set[str]:
     """Names the modules that a file imports, in full."""
@@ -71,20 +62,6 @@ def test_torch_and_vllm_appear_in_the_bridge_only(path):
     assert not roots & {"torch", "vllm", "torch_bridge"} - allowed
 
 
-@pytest.mark.parametrize("path", BRIDGE_FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_in_the_bridge_go_downward_only(path):
-    part = path.relative_to(ROOT / "torch_bridge").parts[0].removesuffix(".py")
-    if part == "__init__":  # which imports a class when it is asked for
-        return
-    assert part in BRIDGE_LEVEL, f"{path.name} has no level: add it to BRIDGE"
-    for name in imported(path):
-        root, _, rest = name.partition(".")
-        other = rest.split(".")[0]
-        if root == "torch_bridge" and other in BRIDGE_LEVEL and other != part:
-            below = BRIDGE_LEVEL[other] < BRIDGE_LEVEL[part]
-            assert below, f"{part} imports {name}, which is not below it"
-
-
-def test_the_bridge_has_few_modules_beside_its_packages():
-    modules = {path.stem for path in (ROOT / "torch_bridge").glob("*.py")}
-    assert modules == {"__init__", "convert", "vllm_plugin"}
+@pytest.mark.parametrize(("package", "most"), [("jspec", 14), ("torch_bridge", 4)])
+def test_few_modules_stand_beside_the_rooms(package, most):
+    assert len(list((ROOT / package).glob("*.py"))) <= most
