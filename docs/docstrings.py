@@ -17,10 +17,9 @@ class PlainDocstrings(griffe.Extension):
         text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.M)
         # "TypeError: a. ValueError: b." -> an entry each
         text = re.sub(r"(?<=\.) (\w+(?:Error|Warning)): ", r"\n  \1: ", text)
-        # "  top_k, top_p: ..." -> one name to the parser, which takes what follows a space for a type
-        text = re.sub(
-            r"^  \w+(?:, \w+)+: ", lambda m: "  " + m[0].replace(" ", "") + " ", text, 0, re.M
-        )
-        # "In: [[1 2] [3 4]]" -> code: Markdown would take two pairs of brackets for a link
+        # "  top_k, top_p: a" -> "  top_k,top_p: a", as what follows a space would be parsed as a type
+        names = re.compile(r"^  \w+(?:, \w+)+:", re.M)
+        text = names.sub(lambda m: "  " + m[0].replace(" ", ""), text)
+        # "In: [[1 2] [3 4]]" -> code, as two pairs of brackets are a link in Markdown
         rows = re.compile(r"^In: .*?(?=\n\n|\Z)", re.M | re.S)
         obj.docstring.value = rows.sub(lambda m: textwrap.indent(m[0], "    "), text)
