@@ -17,7 +17,7 @@ class PlainDocstrings(griffe.Extension):
         text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.M)
         # "TypeError: a. ValueError: b." -> an entry each
         text = re.sub(r"(?<=\.) (\w+(?:Error|Warning)): ", r"\n  \1: ", text)
-        # "  top_k, top_p: a" -> "  top_k,top_p: a", as what follows a space would be parsed as a type
+        # "  top_k, top_p: a" -> "  top_k,top_p: a": what follows a space is parsed as a type
         names = re.compile(r"^  \w+(?:, \w+)+:", re.M)
         text = names.sub(lambda m: "  " + m[0].replace(" ", ""), text)
         # "In: [[1 2] [3 4]]" -> code, as two pairs of brackets are a link in Markdown
