@@ -24,7 +24,7 @@ from jspec.runtime import scheduling
 from jspec.runtime.arguments import check_call, check_on_tokens
 from jspec.runtime.policies import Drafting
 from jspec.runtime.scheduling import Generation, OnTokens, Scheduler
-from jspec.runtime.target import DraftProbs, Ran, Verification, target_step, widen
+from jspec.runtime.target import DraftProbs, TargetOutput, Verification, target_step, widen
 from jspec.state import Drafts, Params, Scheduled, State, Verified
 from jspec.verification.sampling_params import sampling_params
 
@@ -256,7 +256,7 @@ class Engine:
         running = self.scheduler.running
         return self.sampling.join(scheduled, [running[int(s)].index for s in slots])
 
-    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, Ran]:
+    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, TargetOutput]:
         verified, ran, self.cache = target_step(
             self.model.config,
             self.model.params,
