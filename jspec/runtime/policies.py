@@ -226,10 +226,12 @@ class ByThroughput:
 
     def verify(self, offers: Mapping[int, int]) -> Mapping[int, int]:
         """Verifies the most likely drafts, as many as give the best expected throughput."""
-        units = self._units(offers)
-        _, count = self._best(len(offers), units, self._costs.draft(self._drafted))
         chosen = dict.fromkeys(offers, 0)
         self._expected = dict.fromkeys(offers, 0.0)
+        units = self._units(offers)
+        if not units:
+            return chosen
+        _, count = self._best(len(offers), units, self._costs.draft(self._drafted))
         for unit in units[:count]:
             chosen[unit.slot] += unit.num_rows
             self._expected[unit.slot] += unit.tokens
