@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jspec
+from benchmarks import adaptive
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -184,3 +186,10 @@ def test_every_name_of_ours_in_a_page_exists_and_is_in_the_reference(page):
         value = pkgutil.resolve_name(name)
         same = f"{package}.{short}" if f"{package}.{short}" in shown else None
         assert inspect.ismodule(value) or (same and pkgutil.resolve_name(same) is value), name
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/which-drafter.md"])
+def test_the_table_of_default_drafting_has_the_measured_figures(page):
+    results = json.loads((ROOT / "benchmarks" / "results" / "adaptive-cpu.json").read_text())
+    assert "\n".join(adaptive.table(results["cells"])) in (ROOT / page).read_text()
+    assert all(cell["identical_to_plain"] for cell in results["cells"])

@@ -35,7 +35,7 @@ HiddenId: TypeAlias = int | Literal["norm"]
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)

@@ -1,6 +1,6 @@
 """Medusa heads: residual blocks over the target's last hidden state, each guessing one token ahead.
 
-Head i guesses the token i + 2 places behind the row that it reads; the target itself gives the one
+Head i guesses the token i + 2 places after the row that it reads; the target itself gives the one
 in between. Source: arXiv 2401.10774, section 3.1.
 """
 

@@ -94,7 +94,7 @@ class MTP(nnx.Module):
 
         Args:
           index: of the module; its keys and values lie in that layer of the cache.
-          token_ids: the token behind each row's position.
+          token_ids: the token after each row's position.
           hidden: hidden state at each row's position: the target's, or the last module's output.
           view: where the rows lie.
           cache: keys and values of all modules.

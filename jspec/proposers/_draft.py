@@ -165,7 +165,7 @@ def chain(
         lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1),  # [K, B] -> [B, K]
         *(first, rest),
     )
-    return carry[-1], kept_drafts(batch, tokens, probs, slots, max_model_len)
+    return carry[-1], truncate(batch, tokens, probs, slots, max_model_len)
 
 
 def in_parallel(
@@ -179,7 +179,7 @@ def in_parallel(
     steps: int,
     shift: bool,
 ) -> tuple[Any, Drafts]:
-    """Drafts all tokens in one pass, from mask tokens behind the next token.
+    """Drafts all tokens in one pass, from mask tokens after the next token.
 
     Args, Returns: as `chain`.
     """
@@ -199,7 +199,7 @@ def in_parallel(
     logits = model.logits(take(out, index.reshape(-1))).reshape(*index.shape, -1)
     picked = [pick(model, config, logits[:, j], batch, j) for j in range(steps)]
     tokens, probs = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *picked)
-    return cache, kept_drafts(batch, tokens, probs, take(rows.view.slots, index), max_model_len)
+    return cache, truncate(batch, tokens, probs, take(rows.view.slots, index), max_model_len)
 
 
 def first_pass(
@@ -242,7 +242,7 @@ def first_pass(
         max_model_len=max_model_len,
     )
     last = max_model_len - 1
-    # Rows behind the last page of a request would read a stranger's page, in one tile with others.
+    # Rows after the last page of a request would read a stranger's page, in one tile with others.
     num_pages = jnp.cumprod(batch.block_table >= 0, axis=1, dtype=jnp.int32).sum(1, jnp.int32)
     return Rows(
         token_ids=jnp.asarray(rows.token_ids),
@@ -328,7 +328,7 @@ def no_drafts(model: DraftModel | Vocabulary, config: DraftingConfig, batch: Bat
     )
 
 
-def kept_drafts(
+def truncate(
     batch: Batch,
     tokens: Int[Array, "B K"],
     probs: Float[Array, "B K V"] | None,

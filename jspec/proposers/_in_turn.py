@@ -127,7 +127,7 @@ def in_turn(
 
     tokens, probs = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *picked)  # [B, K]
     all_slots = jnp.stack([take(rows.view.slots, last), *(p.slots for p in places)], axis=1)
-    drafts = _draft.kept_drafts(batch, tokens, probs, all_slots, max_model_len)
+    drafts = _draft.truncate(batch, tokens, probs, all_slots, max_model_len)
     return dataclasses.replace(memory, cache=cache), drafts
 
 
@@ -165,7 +165,7 @@ def _run_all(
     known = memory.next_position.at[slot].get(
         mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False
     )
-    # Nothing is known before position 0, nor behind a part of the prompt that was cached elsewhere.
+    # Nothing is known before position 0, nor after a part of the prompt that was cached elsewhere.
     first = take(rows.view.positions, start)
     follows = (first > 0) & (known == first)
     before = memory.outputs.at[:, slot].get(mode="fill", fill_value=0, wrap_negative_indices=False)

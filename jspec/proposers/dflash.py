@@ -1,7 +1,7 @@
-"""DFlash: all drafts in one pass over a block of mask tokens behind the context.
+"""DFlash: all drafts in one pass over a block of mask tokens after the context.
 
 The context's keys and values come straight from the target's hidden states, and stay in pages of
-the drafter's own; each step adds the accepted tokens'. The block's own keys and values lie behind
+the drafter's own; each step adds the accepted tokens'. The block's own keys and values lie after
 the context, where the next step overwrites them. Source: arXiv 2602.06036; vLLM
 v1/spec_decode/dflash.py.
 """
@@ -132,7 +132,7 @@ def propose(
     # 3. The mask rows' tokens.
     with jax.named_scope("pick"):
         tokens, probs = _pick(config, params, model, batch, out[:, 1 : 1 + columns])
-    return memory, _draft.kept_drafts(batch, tokens, probs, slots[:, 1 : 1 + columns], limit)
+    return memory, _draft.truncate(batch, tokens, probs, slots[:, 1 : 1 + columns], limit)
 
 
 def _vocabulary(config: DFlashConfig, params: Params) -> Vocabulary:

@@ -1,7 +1,7 @@
 """An independent, smaller model of the same vocabulary that drafts token by token, or all at once.
 
 It reads tokens alone: the first pass runs the accepted tokens and the next one at their own
-positions. A model that was trained for it (PARD) drafts in that pass, from mask tokens behind the
+positions. A model that was trained for it (PARD) drafts in that pass, from mask tokens after the
 next one. Source: vLLM v1/spec_decode/draft_model.py; arXiv 2211.17192, 2504.18583 (PARD).
 """
 
