@@ -23,7 +23,7 @@ __all__ = [
     "policy",
 ]
 
-_FIRST_CHANCE = 0.4
+_FIRST_CHANCE = 0.3
 """Acceptance rate of a drafter about which nothing is known yet."""
 _MARGIN = 0.05
 """Least expected gain for which drafts are verified: less is within the error of estimates."""
