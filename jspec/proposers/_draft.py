@@ -10,23 +10,42 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import metadata
 from jspec._checks import check_at_least
-from jspec.axes import PAD_SLOT, PAD_TOKEN
+from jspec.axes import PAD_SLOT, PAD_TOKEN, AnyArray
 from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass
+from jspec.models.config import ModelConfig
 from jspec.models.layers import Embeds
 from jspec.pallas.eagle_step import eagle_step
 from jspec.state import Batch, Drafts, PagedView
+from jspec.tree import DynamicTree, Tree
 from jspec.verification import sampling
 
 _STREAM = 1
 """Random numbers of drafts, apart from those of verification."""
 
 
+class _OfModel:
+    """What follows from a config's `model`."""
+
+    model: Any  # a ModelConfig, or what has one as `decoder`
+
+    @property
+    def decoder(self) -> ModelConfig:
+        """Shape of the drafter's layers."""
+        return self.model if isinstance(self.model, ModelConfig) else self.model.decoder
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target (V), which are the drafter's, too."""
+        return self.decoder.vocab_size
+
+
 @dataclass(frozen=True, kw_only=True)
-class DraftingConfig:
+class DraftingConfig(_OfModel):
     """Chooses how much is drafted, and how a draft is picked from the drafter's logits.
 
     Attributes:
@@ -98,7 +117,7 @@ def chain(
     *,
     page_size: int,
     max_model_len: int,
-    steps: int,
+    num_drafts: int,
     shift: bool,
 ) -> tuple[Any, Drafts]:
     """Drafts one token after the other.
@@ -110,7 +129,7 @@ def chain(
       cache: what `model.run` keeps; donated by the enclosing jit.
       page_size: slots per page (S).
       max_model_len: most tokens of a request.
-      steps: drafts wanted (static); 0 runs the first pass alone, so that the cache stays current.
+      num_drafts: drafts wanted (static); 0 runs the first pass alone, so that the cache is current.
       shift: True for a decoder that pairs hidden state i with token i + 1.
 
     Returns:
@@ -123,7 +142,7 @@ def chain(
         )
         last = rows.sample_index[:, 0]  # [B]
         out, hidden, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
-        if steps == 0:
+        if num_drafts == 0:
             return cache, no_drafts(model, config, batch)
         hidden = None if hidden is None else take(hidden, last)  # [T, D] -> [B, D]
         token, probs = pick(model, config, model.logits(take(out, last)), batch, 0)
@@ -160,12 +179,12 @@ def chain(
 
     with jax.named_scope("loop"):
         carry = (token, hidden, position, axes, seq_lens, cache)
-        carry, rest = jax.lax.scan(step, carry, jnp.arange(1, steps, dtype=jnp.int32))
+        carry, rest = jax.lax.scan(step, carry, jnp.arange(1, num_drafts, dtype=jnp.int32))
     tokens, probs, slots = jax.tree.map(
         lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1),  # [K, B] -> [B, K]
         *(first, rest),
     )
-    return carry[-1], kept_drafts(batch, tokens, probs, slots, max_model_len)
+    return carry[-1], truncated(batch, tokens, probs, max_model_len, stored=slots >= 0)
 
 
 def in_parallel(
@@ -176,7 +195,7 @@ def in_parallel(
     *,
     page_size: int,
     max_model_len: int,
-    steps: int,
+    num_drafts: int,
     shift: bool,
 ) -> tuple[Any, Drafts]:
     """Drafts all tokens in one pass, from mask tokens behind the next token.
@@ -185,7 +204,7 @@ def in_parallel(
     """
     rows = first_pass(
         batch,
-        num_slots=max(steps, 1),
+        num_slots=max(num_drafts, 1),
         shift=shift,
         page_size=page_size,
         max_model_len=max_model_len,
@@ -193,13 +212,14 @@ def in_parallel(
         mask_hidden=model.mask_hidden,
     )
     out, _, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
-    if steps == 0:
+    if num_drafts == 0:
         return cache, no_drafts(model, config, batch)
     index = rows.sample_index  # [B, K]
     logits = model.logits(take(out, index.reshape(-1))).reshape(*index.shape, -1)
-    picked = [pick(model, config, logits[:, j], batch, j) for j in range(steps)]
+    picked = [pick(model, config, logits[:, j], batch, j) for j in range(num_drafts)]
     tokens, probs = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *picked)
-    return cache, kept_drafts(batch, tokens, probs, take(rows.view.slots, index), max_model_len)
+    stored = take(rows.view.slots, index) >= 0
+    return cache, truncated(batch, tokens, probs, max_model_len, stored=stored)
 
 
 def first_pass(
@@ -317,41 +337,54 @@ def take(x: Array, index: Array) -> Array:
     return jnp.asarray(x).at[index].get(mode="clip", wrap_negative_indices=False)
 
 
-def no_drafts(model: DraftModel | Vocabulary, config: DraftingConfig, batch: Batch) -> Drafts:
-    """Drafts without columns, of the form that those with columns have."""
+def no_drafts(
+    model: DraftModel | Vocabulary,
+    config: DraftingConfig,
+    batch: Batch,
+    *,
+    tree: Tree | DynamicTree | None = None,
+) -> Drafts:
+    """Returns drafts without columns, of the form that those with columns have."""
     num_requests = batch.next_token.shape[0]
     sampled = config.draft_sampling != "greedy"
+    none = jnp.zeros((num_requests, 0), jnp.int32)
     return Drafts(
-        tokens=jnp.zeros((num_requests, 0), jnp.int32),
+        tokens=none,
         num_drafts=jnp.zeros(num_requests, jnp.int32),
         probs=jnp.zeros((num_requests, 0, model.vocab_size), jnp.float32) if sampled else None,
+        parents=None if tree is None else none,
     )
 
 
-def kept_drafts(
+def truncated(
     batch: Batch,
     tokens: Int[Array, "B K"],
     probs: Float[Array, "B K V"] | None,
-    slots: Int[Array, "B K"],
     max_model_len: int,
+    *,
+    stored: Bool[Array, "B K"] | bool = True,
+    depths: Int[AnyArray, "requests K"] | None = None,
+    parents: Int[AnyArray, "requests K"] | None = None,
 ) -> Drafts:
-    """Cuts drafts off at the longest request, and where a row that they saw had no KV slot.
+    """Truncates drafts at the longest request, and where a row that they saw had no KV slot.
 
     Args:
       batch, max_model_len: as `chain`.
       tokens, probs: of each draft.
-      slots: KV slot of the row that each draft was read from.
+      stored: whether the row that each draft was read from has a KV slot.
+      depths: how many tokens after the next one each draft is; None = 1..K, a chain. Ascending.
+      parents: of a tree.
     """
-    columns = tokens.shape[1]
-    is_draft = (slots >= 0) & (tokens != PAD_TOKEN)
-    num_stored = jnp.cumprod(is_draft, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
-    count = jnp.clip(max_model_len - 1 - next_position(batch), 0, num_stored)
-    count = jnp.where(is_live(batch), count, 0)
-    kept = jnp.arange(columns, dtype=jnp.int32)[None] < count[:, None]
+    if depths is None:
+        depths = np.arange(1, tokens.shape[1] + 1, dtype=np.int32)[None]
+    room = max_model_len - 1 - next_position(batch)  # [B]
+    kept = stored & (tokens != PAD_TOKEN) & (depths <= room[:, None]) & is_live(batch)[:, None]
+    kept = jnp.cumprod(kept, axis=1, dtype=jnp.int32) > 0  # [B, K]
     return Drafts(
         tokens=jnp.where(kept, tokens, PAD_TOKEN),
-        num_drafts=count,
+        num_drafts=kept.sum(axis=1, dtype=jnp.int32),
         probs=None if probs is None else jnp.where(kept[:, :, None], probs, 0),
+        parents=None if parents is None else jnp.where(kept, parents, PAD_TOKEN),
     )
 
 

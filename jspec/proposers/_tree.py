@@ -89,7 +89,7 @@ def draft_tree(
     *,
     page_size: int,
     max_model_len: int,
-    steps: int,
+    num_drafts: int,
     shift: bool,
 ) -> tuple[KVCache, Drafts]:
     """Drafts the tree of a config.
@@ -98,7 +98,7 @@ def draft_tree(
       model: the drafter's decoder; keeps its keys and values in a KVCache.
       config: with a tree.
       batch, cache, page_size, max_model_len, shift: as `jspec.proposers._draft.chain`.
-      steps: nodes wanted (static), the first ones level by level.
+      num_drafts: nodes wanted (static), the first ones level by level.
 
     Returns:
       (cache, drafts): tokens and parents in level order; nodes deeper than a request may grow are
@@ -118,10 +118,8 @@ def draft_tree(
         )
         last = rows.sample_index[:, 0]  # [B]
         out, hidden, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
-    if steps == 0:
-        none = jnp.zeros((num_requests, 0), jnp.int32)
-        count = jnp.zeros(num_requests, jnp.int32)
-        return cache, Drafts(tokens=none, num_drafts=count, parents=none)
+    if num_drafts == 0:
+        return cache, _draft.no_drafts(model, config, batch, tree=tree)
     live = _draft.is_live(batch)
     start = _Start(
         live=live,
@@ -163,19 +161,14 @@ def draft_tree(
     hidden = None if start.hidden is None else start.hidden[:, None]
     with jax.named_scope("tree"):
         if isinstance(tree, Tree):
-            grown = _grow_fixed(model, tree, logits, hidden, run, cache, steps)
+            grown = _grow_fixed(model, tree, logits, hidden, run, cache, num_drafts)
         else:
-            grown = _grow_dynamic(model, tree, logits, hidden, run, cache, steps)
+            grown = _grow_dynamic(model, tree, logits, hidden, run, cache, num_drafts)
     tokens, parents, depths, cache = grown
 
-    reach = _reach(batch, start, tree.depth, page_size, max_model_len)
-    is_draft = (depths <= reach[:, None]) & (tokens != PAD_TOKEN)
-    num_drafts = jnp.cumprod(is_draft, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
-    kept = jnp.arange(steps, dtype=jnp.int32)[None] < num_drafts[:, None]
-    return cache, Drafts(
-        tokens=jnp.where(kept, tokens, PAD_TOKEN),
-        num_drafts=num_drafts,
-        parents=jnp.where(kept, parents, PAD_TOKEN),
+    stored = depths <= _num_stored(batch, start, tree.depth, page_size, max_model_len)[:, None]
+    return cache, _draft.truncated(
+        batch, tokens, None, max_model_len, stored=stored, depths=depths, parents=parents
     )
 
 
@@ -190,10 +183,10 @@ def _grow_fixed(
     hidden: Float[Array, "B 1 D"] | None,
     run: Callable,
     cache: KVCache,
-    steps: int,
+    num_drafts: int,
 ) -> _Grown:
     """Picks the nodes of a level from their parents' logits, and runs those that have children."""
-    tree = Tree(tree.choices[:steps])  # level order: what is left is a tree
+    tree = Tree(tree.choices[:num_drafts])  # level order: what is left is a tree
     num_requests = logits.shape[0]
     inner = np.unique(tree.parents[tree.parents != PAD_TOKEN])  # nodes with children, ascending
     cache = with_nodes(cache, num_requests, len(inner))
@@ -227,7 +220,7 @@ def _grow_dynamic(
     hidden: Float[Array, "B 1 D"] | None,
     run: Callable,
     cache: KVCache,
-    steps: int,
+    num_drafts: int,
 ) -> _Grown:
     """Extends the likeliest nodes of each level; keeps the likeliest candidates of all levels."""
     K, num_requests = tree.top_k, logits.shape[0]
@@ -269,22 +262,20 @@ def _grow_dynamic(
         jnp.where(parent == PAD_TOKEN, PAD_TOKEN, index),
         take(jnp.array(depths, jnp.int32), kept),
     )
-    tokens, parent, depth = (x[:, :steps] for x in columns)
+    tokens, parent, depth = (x[:, :num_drafts] for x in columns)
     return tokens, parent, depth, _without_nodes(cache)
 
 
-def _reach(
+def _num_stored(
     batch: Batch, start: _Start, depth: int, page_size: int, max_model_len: int
 ) -> Int[Array, "B"]:
-    """How deep a request's tree may be: as many drafts as a chain would get, see `_draft`."""
+    """Counts the levels of each request's tree whose rows would have a KV slot in a chain."""
     position = start.position[:, None] + jnp.arange(depth, dtype=jnp.int32)[None]  # [B, depth]
     page = batch.block_table.at[
         jnp.arange(position.shape[0], dtype=jnp.int32)[:, None], position // page_size
     ].get(mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False)
     stored = (page >= 0) & (position < max_model_len)
-    num_stored = jnp.cumprod(stored, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
-    reach = jnp.clip(max_model_len - 1 - _draft.next_position(batch), 0, num_stored)
-    return jnp.where(start.live, reach, 0)
+    return jnp.cumprod(stored, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
 
 
 def _pick(x: Array, index: Int[Array, "B Y"]) -> Array:

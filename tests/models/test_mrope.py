@@ -259,7 +259,7 @@ def views_of_chain(rows, axes, *, max_model_len, steps, num_rows=12):
             None,
             page_size=4,
             max_model_len=max_model_len,
-            steps=steps,
+            num_drafts=steps,
             shift=True,
         )
     return views, drafts
@@ -311,7 +311,7 @@ CACHE = jspec.CacheConfig(num_pages=16, page_size=4, max_model_len=16, dtype="fl
 
 
 def admitted(config):
-    params = mtp_proposer.init_params(config, jax.random.key(1), "float32")
+    params = mtp_proposer.PROPOSER.init_params(config, jax.random.key(1), "float32")
     state = jspec.init(config, params, cache=CACHE, max_requests=3)
     for row in ROWS:
         state = jspec.admit(state, row.slot, row.context)

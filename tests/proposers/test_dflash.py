@@ -12,6 +12,7 @@ import jspec
 from jspec import api
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.models import dflash
+from jspec.models import weights as model_weights
 from jspec.models.dflash import BlockConfig, Sight
 from jspec.models.dflash2 import RefineConfig
 from jspec.proposers import dflash as proposer
@@ -78,7 +79,7 @@ def tiny(**changes):
 
 @functools.cache
 def weights(config):
-    return proposer.init_params(config, jax.random.key(1), "float32")
+    return proposer.PROPOSER.init_params(config, jax.random.key(1), "float32")
 
 
 REFINED = BlockConfig.tiny(refine=RefineConfig(num_taps=2, group_size=8, rank=4, top_k=5))
@@ -241,7 +242,7 @@ def test_a_draft_vocabulary_drafts_its_own_target_ids():
 def test_a_tie_between_candidates_goes_to_the_lowest_id():
     config, params = tiny(model=REFINED)
     params = params | {"selector": params["selector"] | {"after": jnp.zeros((64, 4))}}
-    selector = dflash.build(REFINED, params).selector
+    selector = model_weights.bind(dflash.DFlash, REFINED, params).selector
     logits = np.zeros((1, 64), np.float32)
     logits[0, [40, 9, 30]] = [3, 2, 3]
     scores = selector.rescore(jnp.asarray(logits), jnp.ones((1, 32)), np.zeros(1, np.int32))

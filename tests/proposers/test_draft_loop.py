@@ -216,7 +216,7 @@ def draft_with(model, case, steps, shift, draft=_draft.chain):
         DraftingConfig(num_drafts=steps),
         page_size=case.block_size,
         max_model_len=case.max_model_len,
-        steps=steps,
+        num_drafts=steps,
         shift=shift,
     )
     return jax.jit(lambda batch: propose(batch, None)[1])(case.batch())

@@ -247,7 +247,7 @@ def draft_toy(case, tree, steps=None):
         cache,
         page_size=S,
         max_model_len=limit,
-        steps=tree.num_nodes if steps is None else steps,
+        num_drafts=tree.num_nodes if steps is None else steps,
         shift=True,
     )
     return toy, jax.tree.map(np.asarray, drafts)

@@ -167,7 +167,7 @@ def propose(case, batch, steps=None):
         record,
         page_size=case.block_size,
         max_model_len=case.max_model_len,
-        steps=steps,
+        num_drafts=steps,
         shift=case.shift,
     )
 
