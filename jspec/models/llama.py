@@ -123,24 +123,9 @@ def init_pages(config: ModelConfig, cache: CacheConfig) -> KVCache:
     )
 
 
-def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
-    """Returns the params' shapes; see `jspec.models.weights.abstract`.
-
-    Example:
-      >>> abstract_params(ModelConfig.tiny(), "float32")["embed"].shape
-      (64, 32)
-    """
-    return weights.abstract(Llama, config, dtype)
-
-
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike) -> Params:
     """Draws random params; see `jspec.models.weights.draw`."""
     return weights.draw(Llama, config, key, dtype)
-
-
-def build(config: ModelConfig, params: Params) -> Llama:
-    """Puts the model together from its weights."""
-    return weights.bind(Llama, config, params)
 
 
 def rules(config: ModelConfig) -> Rules:
@@ -201,7 +186,7 @@ def forward(
             f"forward: `cache` has shape {cache.k.shape} (L, P, S, n, d), wanted L, n, d = "
             f"{wanted}. Make it with jspec.models.llama.init_pages(config, ...)."
         )
-    model = build(config, params)
+    model = weights.bind(Llama, config, params)
     hidden, cache = model(token_ids, view, cache)
     picked = [hidden[i] for i in hidden_layers]
     logits = model.logits(rows(hidden["norm"], logit_rows))[:, : config.vocab_size]

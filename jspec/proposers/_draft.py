@@ -5,8 +5,7 @@ it as an argument. Source: vLLM v1/spec_decode/llm_base_proposer.py, propose.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,60 +13,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import metadata
-from jspec._checks import check_at_least
 from jspec.axes import PAD_SLOT, PAD_TOKEN, AnyArray
 from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass
-from jspec.models.config import ModelConfig
 from jspec.models.layers import Embeds
 from jspec.pallas.eagle_step import eagle_step
+from jspec.proposers._config import DraftingConfig
 from jspec.state import Batch, Drafts, PagedView
 from jspec.tree import DynamicTree, Tree
 from jspec.verification import sampling
 
 _STREAM = 1
 """Random numbers of drafts, apart from those of verification."""
-
-
-class _OfModel:
-    """What follows from a config's `model`."""
-
-    model: Any  # a ModelConfig, or what has one as `decoder`
-
-    @property
-    def decoder(self) -> ModelConfig:
-        """Shape of the drafter's layers."""
-        return self.model if isinstance(self.model, ModelConfig) else self.model.decoder
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the target (V), which are the drafter's, too."""
-        return self.decoder.vocab_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftingConfig(_OfModel):
-    """Chooses how much is drafted, and how a draft is picked from the drafter's logits.
-
-    Attributes:
-      num_drafts: most drafts a request gets (K).
-      draft_sampling: "greedy" takes the best token; "probabilistic" draws at the temperature of the
-        request and returns the distribution, which verification needs.
-
-    Raises:
-      ValueError: a size below 1, or an unknown way of sampling.
-    """
-
-    num_drafts: int
-    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
-
-    def __post_init__(self):
-        owner = type(self).__name__
-        check_at_least(owner, 1, num_drafts=self.num_drafts)
-        if self.draft_sampling not in ("greedy", "probabilistic"):
-            raise ValueError(
-                f"{owner}: `draft_sampling` is {self.draft_sampling!r}, wanted 'greedy' or "
-                "'probabilistic'."
-            )
 
 
 class DraftModel(NamedTuple):
@@ -115,8 +71,6 @@ def chain(
     batch: Batch,
     cache: Any,
     *,
-    page_size: int,
-    max_model_len: int,
     num_drafts: int,
     shift: bool,
 ) -> tuple[Any, Drafts]:
@@ -126,15 +80,15 @@ def chain(
       model: the drafter's decoder.
       config: how tokens are picked.
       batch: the step; `hidden` in the form that `model.run` reads.
-      cache: what `model.run` keeps; donated by the enclosing jit.
-      page_size: slots per page (S).
-      max_model_len: most tokens of a request.
+      cache: what `model.run` keeps, with the `page_size` and `max_model_len` of a KVCache; donated
+        by the enclosing jit.
       num_drafts: drafts wanted (static); 0 runs the first pass alone, so that the cache is current.
       shift: True for a decoder that pairs hidden state i with token i + 1.
 
     Returns:
       (cache, drafts).
     """
+    page_size, max_model_len = cache.page_size, cache.max_model_len
     limit = min(max_model_len, batch.block_table.shape[1] * page_size)
     with jax.named_scope("first_pass"):
         rows = first_pass(
@@ -193,20 +147,19 @@ def in_parallel(
     batch: Batch,
     cache: Any,
     *,
-    page_size: int,
-    max_model_len: int,
     num_drafts: int,
     shift: bool,
 ) -> tuple[Any, Drafts]:
-    """Drafts all tokens in one pass, from mask tokens behind the next token.
+    """Drafts all tokens in one pass, from mask tokens after the next token.
 
     Args, Returns: as `chain`.
     """
+    max_model_len = cache.max_model_len
     rows = first_pass(
         batch,
         num_slots=max(num_drafts, 1),
         shift=shift,
-        page_size=page_size,
+        page_size=cache.page_size,
         max_model_len=max_model_len,
         mask_token=model.mask_token,
         mask_hidden=model.mask_hidden,
@@ -262,7 +215,7 @@ def first_pass(
         max_model_len=max_model_len,
     )
     last = max_model_len - 1
-    # Rows behind the last page of a request would read a stranger's page, in one tile with others.
+    # Rows after the last page of a request would read another request's page.
     num_pages = jnp.cumprod(batch.block_table >= 0, axis=1, dtype=jnp.int32).sum(1, jnp.int32)
     return Rows(
         token_ids=jnp.asarray(rows.token_ids),
@@ -295,7 +248,7 @@ def pick(
     """
     target_ids = model.target_ids
     probs = None
-    if config.draft_sampling == "greedy":
+    if not config.samples:
         ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
         assert batch.temperature is not None and batch.seed is not None  # checked by the api
@@ -346,12 +299,13 @@ def no_drafts(
 ) -> Drafts:
     """Returns drafts without columns, of the form that those with columns have."""
     num_requests = batch.next_token.shape[0]
-    sampled = config.draft_sampling != "greedy"
     none = jnp.zeros((num_requests, 0), jnp.int32)
     return Drafts(
         tokens=none,
         num_drafts=jnp.zeros(num_requests, jnp.int32),
-        probs=jnp.zeros((num_requests, 0, model.vocab_size), jnp.float32) if sampled else None,
+        probs=jnp.zeros((num_requests, 0, model.vocab_size), jnp.float32)
+        if config.samples
+        else None,
         parents=None if tree is None else none,
     )
 

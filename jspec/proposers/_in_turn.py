@@ -17,7 +17,8 @@ from jspec.axes import PAD_SLOT
 from jspec.models.kv_cache import KVCache
 from jspec.pallas.eagle_step import eagle_step
 from jspec.proposers import _draft
-from jspec.proposers._draft import DraftingConfig, DraftModel, Rows, take
+from jspec.proposers._config import DraftingConfig
+from jspec.proposers._draft import DraftModel, Rows, take
 from jspec.state import Batch, Drafts, PagedView, pytree
 
 
@@ -165,7 +166,7 @@ def _run_all(
     known = memory.next_position.at[slot].get(
         mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False
     )
-    # Nothing is known before position 0, nor behind a part of the prompt that was cached elsewhere.
+    # Nothing is known before position 0, nor after a part of the prompt that was cached elsewhere.
     first = take(rows.view.positions, start)
     follows = (first > 0) & (known == first)
     before = memory.outputs.at[:, slot].get(mode="fill", fill_value=0, wrap_negative_indices=False)

@@ -8,7 +8,6 @@ EAGLE-2 (arXiv 2406.16858) section 4 for dynamic trees.
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -19,56 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.models.kv_cache import KVCache, with_nodes
 from jspec.proposers import _draft
-from jspec.proposers._draft import DraftingConfig, DraftModel, take
+from jspec.proposers._config import TreeDraftingConfig
+from jspec.proposers._draft import DraftModel, take
 from jspec.state import Batch, Drafts, PagedView
 from jspec.tree import DynamicTree, Tree
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeDraftingConfig(DraftingConfig):
-    """Chooses how much is drafted, as a chain or as a tree.
-
-    Attributes:
-      num_drafts: most drafts a request gets (K); with a tree its number of nodes, to be left out.
-      tree: which guesses are made; None = a chain of the best ones.
-
-    Raises:
-      ValueError: as `DraftingConfig`; `num_drafts` is not the tree's; the tree's drafts would be
-        sampled.
-    """
-
-    num_drafts: int = 0
-    tree: Tree | DynamicTree | None = None
-
-    def __post_init__(self):
-        owner = type(self).__name__
-        if self.tree is not None:
-            if not isinstance(self.tree, (Tree, DynamicTree)):
-                raise TypeError(
-                    f"{owner}: `tree` is {self.tree!r}, wanted a jspec.Tree or jspec.DynamicTree. "
-                    "Pass tree=jspec.Tree([(0,), (1,), (0, 0)])."
-                )
-            if self.num_drafts not in (0, self.tree.num_nodes):
-                raise ValueError(
-                    f"{owner}: `num_drafts` is {self.num_drafts}, but the tree has "
-                    f"{self.tree.num_nodes} nodes. Leave num_drafts out."
-                )
-            object.__setattr__(self, "num_drafts", self.tree.num_nodes)
-            if self.draft_sampling != "greedy":
-                raise ValueError(
-                    f"{owner}: `draft_sampling` is {self.draft_sampling!r}, but a tree holds the "
-                    "best tokens after each node. Pass draft_sampling='greedy', or tree=None."
-                )
-        super().__post_init__()
-
-
-def check_width(owner: str, tree: Tree | DynamicTree | None, num_ids: int) -> None:
-    """Raises ValueError if a tree wants more candidates after a node than there are draft ids."""
-    if tree is not None and tree.width > num_ids:
-        raise ValueError(
-            f"{owner}: `tree` picks among the best {tree.width} tokens after a node, but the "
-            f"drafter knows {num_ids}. Use lower ranks, or a lower top_k."
-        )
 
 
 class _Start(NamedTuple):
@@ -87,8 +40,6 @@ def draft_tree(
     batch: Batch,
     cache: KVCache,
     *,
-    page_size: int,
-    max_model_len: int,
     num_drafts: int,
     shift: bool,
 ) -> tuple[KVCache, Drafts]:
@@ -97,7 +48,7 @@ def draft_tree(
     Args:
       model: the drafter's decoder; keeps its keys and values in a KVCache.
       config: with a tree.
-      batch, cache, page_size, max_model_len, shift: as `jspec.proposers._draft.chain`.
+      batch, cache, shift: as `jspec.proposers._draft.chain`.
       num_drafts: nodes wanted (static), the first ones level by level.
 
     Returns:
@@ -112,6 +63,7 @@ def draft_tree(
             "(tree=None) for this target."
         )
     num_requests = batch.next_token.shape[0]
+    page_size, max_model_len = cache.page_size, cache.max_model_len
     with jax.named_scope("first_pass"):
         rows = _draft.first_pass(
             batch, num_slots=1, shift=shift, page_size=page_size, max_model_len=max_model_len

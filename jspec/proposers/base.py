@@ -101,7 +101,12 @@ def init_pages(config: Any, params: Params, cache: CacheConfig, max_requests: in
 
 
 def init_params(
-    module: type[nnx.Module], config: Any, key: Array, dtype: DTypeLike, num_ids: int | None = None
+    module: type[nnx.Module],
+    config: Any,
+    key: Array,
+    dtype: DTypeLike,
+    *,
+    num_ids: int | None = None,
 ) -> Params:
     """Draws random params of `module`, for tests and benchmarks.
 

@@ -1,7 +1,7 @@
-"""DFlash: all drafts in one pass over a block of mask tokens behind the context.
+"""DFlash: all drafts in one pass over a block of mask tokens after the context.
 
 The context's keys and values come straight from the target's hidden states, and stay in pages of
-the drafter's own; each step adds the accepted tokens'. The block's own keys and values lie behind
+the drafter's own; each step adds the accepted tokens'. The block's own keys and values lie after
 the context, where the next step overwrites them. Source: arXiv 2602.06036; vLLM
 v1/spec_decode/dflash.py.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec import metadata
@@ -22,9 +21,10 @@ from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass_dflash
 from jspec.models import weights
 from jspec.models.dflash import BlockConfig, DFlash
 from jspec.models.kv_cache import KVCache
-from jspec.proposers import _draft, base
-from jspec.proposers._draft import DraftingConfig, Vocabulary
-from jspec.proposers.base import Proposer, Reads, init_pages, refuse_axes
+from jspec.proposers import _draft
+from jspec.proposers._config import DraftingConfig
+from jspec.proposers._draft import Vocabulary
+from jspec.proposers.base import Proposer, Reads, init_pages, init_params, refuse_axes
 from jspec.proposers.loaders import dflash as loader
 from jspec.state import Batch, Drafts, PagedView, Params
 
@@ -154,27 +154,19 @@ def _pick(
     return tokens.T, None if probs is None else probs.swapaxes(0, 1)
 
 
-def init_params(config: DFlashConfig, key: Array, dtype: DTypeLike) -> Params:
-    """Draws random params, for tests and benchmarks."""
-    return base.init_params(DFlash, config, key, dtype, config.model.draft_vocab_size)
-
-
-def reads(config: DFlashConfig) -> Reads:
-    """Asks for the target's hidden states that are fused."""
-    return Reads(
-        hidden_layers=config.model.hidden_layers,
-        hidden_size=config.model.input_size,
-        sampling=config.draft_sampling == "probabilistic",
-    )
-
-
 PROPOSER = Proposer(
     name="dflash",
     Config=DFlashConfig,
     init=init_pages,
     propose=propose,
-    reads=reads,
-    init_params=init_params,
+    reads=lambda config: Reads(
+        hidden_layers=config.model.hidden_layers,
+        hidden_size=config.model.input_size,
+        sampling=config.samples,
+    ),
+    init_params=lambda config, key, dtype: init_params(
+        DFlash, config, key, dtype, num_ids=config.model.draft_vocab_size
+    ),
     recognises=loader.recognises,
     load=partial(loader.load, DFlashConfig),
     rules=loader.rules,

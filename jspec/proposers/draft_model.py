@@ -1,7 +1,7 @@
 """An independent, smaller model of the same vocabulary that drafts token by token, or all at once.
 
 It reads tokens alone: the first pass runs the accepted tokens and the next one at their own
-positions. A model that was trained for it (PARD) drafts in that pass, from mask tokens behind the
+positions. A model that was trained for it (PARD) drafts in that pass, from mask tokens after the
 next one. Source: vLLM v1/spec_decode/draft_model.py; arXiv 2211.17192, 2504.18583 (PARD).
 """
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from jspec._checks import check_at_least
-from jspec.models import llama
+from jspec.models import llama, weights
 from jspec.models.config import ModelConfig
 from jspec.models.kv_cache import KVCache
 from jspec.models.llama import Llama
 from jspec.proposers import _draft
-from jspec.proposers._draft import DraftingConfig, DraftModel
+from jspec.proposers._config import DraftingConfig
+from jspec.proposers._draft import DraftModel
 from jspec.proposers.base import Proposer, Reads, init_pages, init_params, refuse_axes
 from jspec.proposers.loaders import draft_model as loader
 from jspec.state import Batch, Drafts, Params
@@ -74,7 +75,7 @@ def propose(
 
     In parallel, mask tokens follow the next one in the same pass, and that is all.
     """
-    model = llama.build(config.model, params)
+    model = weights.bind(Llama, config.model, params)
 
     def run(token_ids, hidden, view, cache, embeds):
         states, cache = model(token_ids, view, cache, embeds)
@@ -91,16 +92,9 @@ def propose(
         config,
         batch,
         memory,
-        page_size=memory.page_size,
-        max_model_len=memory.max_model_len,
         num_drafts=num_drafts,
         shift=False,
     )
-
-
-def reads(config: DraftModelConfig) -> Reads:
-    """Says what it reads of a step: tokens, and temperatures where it samples."""
-    return Reads(sampling=config.draft_sampling == "probabilistic")
 
 
 PROPOSER = Proposer(
@@ -108,7 +102,7 @@ PROPOSER = Proposer(
     Config=DraftModelConfig,
     init=init_pages,
     propose=propose,
-    reads=reads,
+    reads=lambda config: Reads(sampling=config.samples),
     init_params=partial(init_params, Llama),
     recognises=loader.recognises,
     load=partial(loader.load, DraftModelConfig),

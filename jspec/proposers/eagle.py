@@ -12,8 +12,9 @@ from jspec.models import weights
 from jspec.models.eagle import Eagle, EagleModelConfig
 from jspec.models.kv_cache import KVCache
 from jspec.proposers import _draft
+from jspec.proposers._config import TreeDraftingConfig, check_width
 from jspec.proposers._draft import DraftModel
-from jspec.proposers._tree import TreeDraftingConfig, check_width, draft_tree
+from jspec.proposers._tree import draft_tree
 from jspec.proposers.base import Proposer, Reads, init_pages, init_params, refuse_axes
 from jspec.proposers.loaders import eagle as loader
 from jspec.state import Batch, Drafts, Params
@@ -61,20 +62,8 @@ def propose(
         config,
         batch,
         memory,
-        page_size=memory.page_size,
-        max_model_len=memory.max_model_len,
         num_drafts=num_drafts,
         shift=True,
-    )
-
-
-def reads(config: EagleConfig) -> Reads:
-    """Asks for the target's hidden states after its final norm."""
-    return Reads(
-        hidden_layers=("norm",),
-        hidden_size=config.model.hidden_size,
-        sampling=config.draft_sampling == "probabilistic",
-        embeds_size=config.model.hidden_size,
     )
 
 
@@ -83,7 +72,12 @@ PROPOSER = Proposer(
     Config=EagleConfig,
     init=init_pages,
     propose=propose,
-    reads=reads,
+    reads=lambda config: Reads(
+        hidden_layers=("norm",),
+        hidden_size=config.decoder.hidden_size,
+        sampling=config.samples,
+        embeds_size=config.decoder.hidden_size,
+    ),
     tree=lambda config: config.tree,
     init_params=partial(init_params, Eagle),
     recognises=loader.recognises,

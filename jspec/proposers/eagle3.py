@@ -22,8 +22,9 @@ from jspec.models.eagle3 import Eagle3ModelConfig, Head
 from jspec.models.kv_cache import KVCache
 from jspec.models.llama import HiddenId
 from jspec.proposers import _draft, base
+from jspec.proposers._config import TreeDraftingConfig, check_width
 from jspec.proposers._draft import DraftModel
-from jspec.proposers._tree import TreeDraftingConfig, check_width, draft_tree
+from jspec.proposers._tree import draft_tree
 from jspec.proposers.base import Proposer, Reads, init_pages, refuse_axes
 from jspec.proposers.loaders import eagle3 as loader
 from jspec.proposers.loaders.hf_config import mask_token_of, num_drafts_of
@@ -150,26 +151,14 @@ def propose(
         config,
         dataclasses.replace(batch, hidden=hidden),
         memory,
-        page_size=memory.page_size,
-        max_model_len=memory.max_model_len,
         num_drafts=num_drafts,
         shift=True,
     )
 
 
-def reads(config: Eagle3Config) -> Reads:
-    """Asks for the target's hidden states that the head fuses."""
-    return Reads(
-        hidden_layers=config.hidden_layers,
-        hidden_size=config.model.input_size,
-        sampling=config.draft_sampling == "probabilistic",
-        embeds_size=0 if config.parallel_drafting else config.decoder.hidden_size,
-    )
-
-
 def init_params(config: Eagle3Config, key: Array, dtype: DTypeLike) -> Params:
     """Draws random params, for tests and benchmarks."""
-    params = base.init_params(Head, config, key, dtype, config.model.draft_vocab_size)
+    params = base.init_params(Head, config, key, dtype, num_ids=config.model.draft_vocab_size)
     if config.parallel_drafting:
         params["mask_hidden"] = jnp.ones(config.decoder.hidden_size, dtype)
     return params
@@ -180,7 +169,12 @@ PROPOSER = Proposer(
     Config=Eagle3Config,
     init=init_pages,
     propose=propose,
-    reads=reads,
+    reads=lambda config: Reads(
+        hidden_layers=config.hidden_layers,
+        hidden_size=config.model.input_size,
+        sampling=config.samples,
+        embeds_size=0 if config.parallel_drafting else config.decoder.hidden_size,
+    ),
     tree=lambda config: config.tree,
     init_params=init_params,
     recognises=loader.recognises,

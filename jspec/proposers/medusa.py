@@ -1,6 +1,6 @@
-"""Medusa: heads that guess the next tokens all at once from the target's last hidden state.
+"""Medusa: heads that predict the next tokens all at once from the target's last hidden state.
 
-There is no cache and no loop: head i reads the row of the last kept token and guesses draft i, or,
+There is no cache and no loop: head i reads the row of the last kept token and predicts draft i, or,
 in a tree, the nodes of level i. Source: arXiv 2401.10774; vLLM 0.20.0 v1/spec_decode/medusa.py.
 """
 
@@ -10,22 +10,22 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.config import CacheConfig
 from jspec.models import weights
 from jspec.models.medusa import HeadsConfig, Medusa
-from jspec.proposers import _draft, base
-from jspec.proposers._draft import DraftingConfig, Vocabulary
-from jspec.proposers.base import Proposer, Reads
+from jspec.proposers import _draft
+from jspec.proposers._config import TreeDraftingConfig
+from jspec.proposers._draft import Vocabulary
+from jspec.proposers.base import Proposer, Reads, init_params
 from jspec.proposers.loaders import medusa as loader
 from jspec.state import Batch, Drafts, Params, pytree, static
-from jspec.tree import Tree
+from jspec.tree import DynamicTree, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaConfig(DraftingConfig):
+class MedusaConfig(TreeDraftingConfig):
     """Chooses the heads that draft, and what is drafted from them.
 
     Attributes:
@@ -36,8 +36,7 @@ class MedusaConfig(DraftingConfig):
         a head.
 
     Raises:
-      ValueError: a size is below 1, more is drafted than there are heads, or a tree is to be
-        sampled.
+      ValueError: as `TreeDraftingConfig`; more is drafted than there are heads.
     """
 
     num_drafts: int = cast(int, None)
@@ -46,26 +45,21 @@ class MedusaConfig(DraftingConfig):
 
     def __post_init__(self):
         heads, tree = self.model.num_heads, self.tree
-        if tree is not None and not isinstance(tree, Tree):
+        if isinstance(tree, DynamicTree):
             raise TypeError(
                 f"MedusaConfig: `tree` is {tree!r}, wanted a jspec.Tree: a head does not know what "
                 "those above it drafted. Pass tree=jspec.Tree([(0,), (1,), (0, 0)])."
             )
         if self.num_drafts is None:
-            object.__setattr__(self, "num_drafts", tree.num_nodes if tree else heads)
+            object.__setattr__(self, "num_drafts", 0 if tree else heads)
         super().__post_init__()
-        if tree is None and self.num_drafts > heads:
-            raise ValueError(
-                f"MedusaConfig: `num_drafts` is {self.num_drafts}, and there are {heads} heads, "
-                f"each of which drafts one token. Pass num_drafts={heads} or less."
-            )
         if tree is None:
+            if self.num_drafts > heads:
+                raise ValueError(
+                    f"MedusaConfig: `num_drafts` is {self.num_drafts}, and there are {heads} "
+                    f"heads, each of which drafts one token. Pass num_drafts={heads} or less."
+                )
             return
-        if self.num_drafts != tree.num_nodes:
-            raise ValueError(
-                f"MedusaConfig: `num_drafts` is {self.num_drafts}, and `tree` has "
-                f"{tree.num_nodes} nodes. Leave num_drafts out."
-            )
         if tree.depth > heads:
             raise ValueError(
                 f"MedusaConfig: `tree` has {tree.depth} levels, and there are {heads} heads, one a "
@@ -75,11 +69,6 @@ class MedusaConfig(DraftingConfig):
             raise ValueError(
                 f"MedusaConfig: `tree` asks for the {tree.width} best tokens of a head that has "
                 f"{self.model.num_ids}. Lower the ranks in the tree."
-            )
-        if self.draft_sampling != "greedy":
-            raise ValueError(
-                f"MedusaConfig: `draft_sampling` is {self.draft_sampling!r}, and the nodes of a "
-                "`tree` are best tokens. Choose 'greedy', or draft without a tree."
             )
 
     @property
@@ -126,14 +115,10 @@ def propose(
     hidden = _draft.take(batch.hidden, batch.last_index)  # [T, D] -> [B, D]
     if config.tree is not None:
         tokens = _nodes(config.tree, heads, vocabulary, hidden, num_drafts)
-        depths, parents = (
-            config.tree.depths[None, :num_drafts],
-            config.tree.parents[None, :num_drafts],
-        )
-        drafts = _draft.truncated(
+        depths, parents = (x[None, :num_drafts] for x in (config.tree.depths, config.tree.parents))
+        return memory, _draft.truncated(
             batch, tokens, None, max_model_len, depths=depths, parents=parents
         )
-        return memory, drafts
     logits = [heads.logits(hidden, i) for i in range(num_drafts)]
     picked = [_draft.pick(vocabulary, config, x, batch, i) for i, x in enumerate(logits)]
     tokens, probs = jax.tree.map(lambda *of_heads: jnp.stack(of_heads, axis=1), *picked)
@@ -153,27 +138,17 @@ def _nodes(
     return jnp.concatenate(tokens, axis=1)
 
 
-def reads(config: MedusaConfig) -> Reads:
-    """Asks for the target's hidden states after its final norm."""
-    return Reads(
-        hidden_layers=("norm",),
-        hidden_size=config.model.hidden_size,
-        sampling=config.draft_sampling == "probabilistic",
-    )
-
-
-def init_params(config: MedusaConfig, key: Array, dtype: DTypeLike) -> Params:
-    """Draws random params, for tests and benchmarks."""
-    return base.init_params(Medusa, config, key, dtype, config.model.num_ids)
-
-
 PROPOSER = Proposer(
     name="medusa",
     Config=MedusaConfig,
     init=init,
     propose=propose,
-    reads=reads,
-    init_params=init_params,
+    reads=lambda config: Reads(
+        hidden_layers=("norm",), hidden_size=config.model.hidden_size, sampling=config.samples
+    ),
+    init_params=lambda config, key, dtype: init_params(
+        Medusa, config, key, dtype, num_ids=config.model.num_ids
+    ),
     recognises=loader.recognises,
     load=partial(loader.load, MedusaConfig),
     rules=loader.rules,

@@ -18,7 +18,8 @@ from jspec.models.kv_cache import KVCache
 from jspec.models.llama import HiddenId
 from jspec.models.mtp import MTP
 from jspec.proposers import _draft, _in_turn
-from jspec.proposers._draft import DraftingConfig, DraftModel
+from jspec.proposers._config import DraftingConfig
+from jspec.proposers._draft import DraftModel
 from jspec.proposers.base import Proposer, Reads, init_pages, init_params
 from jspec.proposers.loaders import mtp as loader
 from jspec.state import Batch, Drafts, Params
@@ -85,20 +86,8 @@ def propose(
         config,
         batch,
         memory,
-        page_size=memory.page_size,
-        max_model_len=memory.max_model_len,
         num_drafts=num_drafts,
         shift=True,
-    )
-
-
-def reads(config: MTPConfig) -> Reads:
-    """Asks for the hidden state that the modules were trained on."""
-    return Reads(
-        hidden_layers=(config.hidden_layer,),
-        hidden_size=config.model.hidden_size,
-        sampling=config.draft_sampling == "probabilistic",
-        embeds_size=config.model.hidden_size,
     )
 
 
@@ -109,7 +98,12 @@ PROPOSER = Proposer(
     propose=propose,
     admit=forget,
     release=forget,
-    reads=reads,
+    reads=lambda config: Reads(
+        hidden_layers=(config.hidden_layer,),
+        hidden_size=config.decoder.hidden_size,
+        sampling=config.samples,
+        embeds_size=config.decoder.hidden_size,
+    ),
     init_params=partial(init_params, MTP),
     recognises=loader.recognises,
     load=partial(loader.load, MTPConfig),

@@ -61,7 +61,7 @@ def run(state, rows, *, hidden=None, num_rows=64, num_requests=4, width=None, **
         num_rows=num_rows,
         width=width or state.config.num_drafts + 1,
         pages_per_request=pages,
-        reads=proposer.reads(state.config),
+        reads=proposer.PROPOSER.reads(state.config),
         poison=True,
     )
     if hidden is not None:
@@ -204,7 +204,7 @@ def run_without_pages(row, pages, missing):
         num_rows=8,
         width=4,
         pages_per_request=PAGES,
-        reads=proposer.reads(config),
+        reads=proposer.PROPOSER.reads(config),
     )
     table = scheduled.block_table[:, :pages].copy()
     if missing is not None:
@@ -257,7 +257,7 @@ def test_positions_of_three_axes_are_refused():
         num_rows=1,
         width=4,
         pages_per_request=PAGES,
-        reads=proposer.reads(config),
+        reads=proposer.PROPOSER.reads(config),
     )
     scheduled = dataclasses.replace(
         scheduled,

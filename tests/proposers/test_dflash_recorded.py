@@ -90,7 +90,7 @@ def test_context_and_block_have_the_recorded_keys_values_hidden_states_and_logit
 
 @recordings.each_model("dflash")
 def test_the_target_gives_the_recorded_context_features_and_next_token(name):
-    layers = proposer.reads(load(name).config).hidden_layers
+    layers = proposer.PROPOSER.reads(load(name).config).hidden_layers
     assert_target_gives_what_a_head_read(name, layers, "context_features")
 
 

@@ -44,7 +44,7 @@ def layout(config, rows=ROWS, **changes):
         width=4,
         pages_per_request=4,
         poison=True,
-        reads=proposer.reads(config),
+        reads=proposer.PROPOSER.reads(config),
     )
     return dataclasses.replace(scheduled, **changes), verified
 

@@ -83,7 +83,7 @@ def as_step(prompts, hidden, next_tokens, config, *, num_rows=None, pages=PAGES)
         width=config.num_drafts + 1,
         pages_per_request=pages,
         poison=True,
-        reads=proposer.reads(config),
+        reads=proposer.PROPOSER.reads(config),
     )
     scheduled.hidden[:T] = np.concatenate(hidden)
     return scheduled, verified
@@ -93,7 +93,7 @@ def as_step(prompts, hidden, next_tokens, config, *, num_rows=None, pages=PAGES)
 def target_pass_of(name):
     """Runs prompts and continuations through the model itself: (logits, hidden, rows of each)."""
     model, drafter, data = load(recordings.MODELS / name)
-    (layer,) = proposer.reads(drafter.config).hidden_layers
+    (layer,) = proposer.PROPOSER.reads(drafter.config).hidden_layers
     n, config, pages = recordings.num_prompts(data), model.config, limits_of(data).pages_per_request
     texts = [[*data[f"prompt_{i}"], *data[f"continuation_{i}"][:-1]] for i in range(n)]
     ids = np.concatenate(texts).astype(np.int32)
@@ -179,8 +179,6 @@ def chain_of(name):
             config,
             batch,
             pages,
-            page_size=PAGE_SIZE,
-            max_model_len=limits_of(data).max_model_len,
             num_drafts=config.num_drafts,
             shift=True,
         )
@@ -256,7 +254,7 @@ def test_a_model_is_its_own_drafter_and_shares_embedding_and_head():
     options = {"num_drafts": 7, "hidden_layer": "norm", "draft_sampling": "probabilistic"}
     config = jspec.load(folder, target=model, **options).config
     assert (config.num_drafts, config.hidden_layer, config.draft_sampling) == (*options.values(),)
-    assert proposer.reads(config) == (("norm",), 64, True, 64)
+    assert proposer.PROPOSER.reads(config) == (("norm",), 64, True, 64)
 
 
 def test_a_head_of_its_own_is_kept_and_a_tied_target_lends_its_embedding(recorded, checkpoint):

@@ -110,7 +110,7 @@ def step(state, rows, *, num_rows=40, **changes):
         width=state.config.num_drafts + 1,
         pages_per_request=PAGES,
         poison=True,
-        reads=proposer.reads(state.config),
+        reads=proposer.PROPOSER.reads(state.config),
     )
     scheduled = dataclasses.replace(scheduled, **changes)
     state, drafts = jspec.step(state, scheduled, verified)
@@ -161,7 +161,7 @@ def test_two_modules_draft_three_tokens_as_0_1_0():
         num_rows=4,
         width=4,
         pages_per_request=PAGES,
-        reads=proposer.reads(config),
+        reads=proposer.PROPOSER.reads(config),
     )
     batch = jspec.prepare(*jax.tree.map(jnp.asarray, (scheduled, verified)))
     ran = []

@@ -146,8 +146,6 @@ def chain_with_outputs(
             config,
             batch,
             cache,
-            page_size=cache.page_size,
-            max_model_len=cache.max_model_len,
             num_drafts=steps,
             shift=True,
         )

@@ -10,21 +10,22 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jspec.checkpoint import Checkpoint, Model, assemble
-from jspec.checkpoint.agreement import explained
+from jspec.checkpoint.agreement import decoder_reasons, explained
 from jspec.checkpoint.sharing import own_or_shared
 from jspec.checkpoint.target_ids import read_d2t
 from jspec.models import weights
+from jspec.models.config import ModelConfig
 from jspec.models.layers import Place, Rules
+from jspec.models.options import section
 from jspec.state import Params
 
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
-TABLES = {EMBED: "embed", HEAD: "head"}
-"""Tensors that the target may have in the same form, and where they are in the params."""
-
 TABLE_RULES: Rules = {
-    name: Place((leaf,)) for name, leaf in (TABLES | {"d2t": "target_ids"}).items()
+    EMBED: Place(("embed",)),
+    HEAD: Place(("head",)),
+    "d2t": Place(("target_ids",)),
 }
-"""Where these and the draft ids are in the params of a method that has all of them."""
+"""Where the tables that `read_weights` compares with the target's are in the params."""
 
 _OF_TARGET = {"target_hidden_size": "hidden_size", "num_target_layers": "num_layers"}
 """What config.json files of drafters call sizes of the target."""
@@ -64,6 +65,30 @@ def head_of(target: Model) -> jax.Array:
     return target.params["embed" if target.config.tie_embeddings else "head"]
 
 
+def reasons_of(
+    decoder: ModelConfig,
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, tuple[str, Any]],
+    **forced: Any,
+) -> list[str]:
+    """Lists what a drafter's config.json and its tensors say differently, a sentence each.
+
+    Args:
+      decoder: shape of its layers.
+      checkpoint: has config.json and the tensors.
+      wanted: end of a tensor's name -> the key of config.json that it depends on, and its shape.
+      **forced: what counts in place of config.json.
+    """
+    hf = {**section(checkpoint.config, "transformer_layer_config"), **checkpoint.config, **forced}
+    told = decoder_reasons(hf, decoder, checkpoint)
+    shapes = {name: list(tensor.shape) for name, tensor in checkpoint.tensors()}
+    for suffix, (key, shape) in wanted.items():
+        found = [name for name in shapes if name.endswith(suffix) and shapes[name] != shape]
+        if found:
+            told.append(f"{key} asks for {shape}, and {found[0]} is {shapes[found[0]]}.")
+    return told
+
+
 def read_weights(
     method: str,
     module: type[nnx.Module],
@@ -74,7 +99,7 @@ def read_weights(
     *,
     rules: Rules,
     reasons: Callable[[], list[str]],
-    tables: Mapping[str, str] = TABLES,
+    embed: str = EMBED,
 ) -> Params:
     """Loads a drafter's weights; embedding and head are the target's own where they are the same.
 
@@ -88,38 +113,35 @@ def read_weights(
       checkpoint: tensors of the drafter and no others.
       target: the model that it drafts for.
       dtype: of weights that the target does not share.
-      rules: where each tensor goes, `tables` aside.
+      rules: where each tensor goes, embedding and head aside.
       reasons: what config.json and tensors say differently, see `explained`.
-      tables: tensor -> "embed" or "head"; one that is left out is always the target's.
+      embed: name of the embedding's tensor.
 
     Raises:
       ValueError: tensors and config do not fit (all are listed), or a table is missing that the
         target's cannot stand in for.
     """
     template = weights.abstract(module, config, dtype)
-    own = {name: x for name, x in checkpoint.tensors() if name in (*tables, "d2t", "t2d")}
     (num_ids, width), V = template["head"].shape, target.config.vocab_size
+    own = {name: x for name, x in checkpoint.tensors() if name in (embed, HEAD, "d2t", "t2d")}
     _check_complete(method, own, target, num_ids=num_ids, width=width)
-    names = {leaf: name for name, leaf in tables.items()}
     rules = dict(rules)
-    for leaf in ("embed", "head"):
-        table = own.get(names.get(leaf, ""))
-        misshapen = table is not None and table.shape != template[leaf].shape
-        if leaf in names:
-            rules[names[leaf]] = Place((leaf,)) if misshapen else None
-        if not misshapen:  # those that are stay, to be listed with other tensors
+    for name, leaf in ((embed, "embed"), (HEAD, "head")):
+        if name in own and own[name].shape != template[leaf].shape:
+            rules[name] = Place((leaf,))  # to be listed with other tensors
+        else:
+            rules[name] = None
             del template[leaf]
     with explained(reasons):
         params = assemble(template, rules, checkpoint.tensors())
-    head = own.get(names.get("head", ""))
+    head = own.get(HEAD)
     if not own.keys().isdisjoint(("d2t", "t2d")):
         ids, order = read_d2t(method, own.get("d2t"), own.get("t2d"), num_ids=num_ids, vocab_size=V)
         if order is not None:
             head = np.asarray(head_of(target) if head is None else head)[order]
         if num_ids < V:
             params["target_ids"] = jnp.asarray(ids)
-    embed = own.get(names["embed"])
-    params["embed"] = own_or_shared(embed, target.params["embed"], dtype)
+    params["embed"] = own_or_shared(own.get(embed), target.params["embed"], dtype)
     params["head"] = own_or_shared(head, head_of(target), dtype)
     return params
 

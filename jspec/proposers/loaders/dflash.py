@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 
 from jspec._checks import check_at_least, check_bool
 from jspec.checkpoint import Checkpoint, Model, check_layers
-from jspec.checkpoint.agreement import decoder_reasons
 from jspec.models import dflash
 from jspec.models.config import ModelConfig
 from jspec.models.dflash import BlockConfig, DFlash, Sight
@@ -22,7 +21,13 @@ from jspec.models.layers import Rules
 from jspec.models.llama import HiddenId
 from jspec.models.options import agreed, section, size
 from jspec.proposers.base import Drafter, refuse_axes
-from jspec.proposers.loaders.common import TABLE_RULES, check_fits, read_weights, renamed
+from jspec.proposers.loaders.common import (
+    TABLE_RULES,
+    check_fits,
+    read_weights,
+    reasons_of,
+    renamed,
+)
 from jspec.proposers.loaders.hf_config import (
     LAYER_IDS,
     architectures,
@@ -106,8 +111,8 @@ def load(
     if "mask_embedding.pt" in checkpoint.files:
         raise ValueError(
             "dflash: the folder has mask_embedding.pt, an embedding of the mask token beside the "
-            "target's, which is not supported. Take another drafter: without it the mask rows of "
-            "this one mean nothing."
+            "target's, which is not supported. Take another drafter: the mask rows of this one "
+            "need it."
         )
     hf = plain(checkpoint.config)
     check_layers("dflash", hf.get("num_hidden_layers"), checkpoint.names)
@@ -225,10 +230,6 @@ def _block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) 
 
 def _reasons(config: BlockConfig, checkpoint: Checkpoint) -> list[str]:
     """Lists what config.json and tensors say differently, a sentence each."""
-    layer = section(checkpoint.config, "transformer_layer_config")
-    hf = {**layer, **checkpoint.config, "model_type": "qwen3"}
-    told = decoder_reasons(hf, config.decoder, checkpoint)
-    shapes = {name: list(tensor.shape) for name, tensor in checkpoint.tensors()}
     D, refine = config.decoder.hidden_size, config.refine
     ids = f"target_layer_ids (or {LAYER_IDS}, or use_aux_hidden_state)"
     wanted = {"fc.weight": (ids, [D, config.input_size] if config.fuse else "none")}
@@ -239,11 +240,7 @@ def _reasons(config: BlockConfig, checkpoint: Checkpoint) -> list[str]:
             "attention_conv.kernel_projection.weight": ("conv_group_size", [kernels, D]),
             "selector.hidden_projection.weight": ("selector_rank", [refine.rank, D]),
         }
-    for suffix, (key, shape) in wanted.items():
-        found = [name for name in shapes if name.endswith(suffix) and shapes[name] != shape]
-        if found:
-            told.append(f"{key} asks for {shape}, and {found[0]} is {shapes[found[0]]}.")
-    return told
+    return reasons_of(config.decoder, checkpoint, wanted, model_type="qwen3")
 
 
 def _hidden_layers(

@@ -91,7 +91,6 @@ def load(
         dtype,
         rules=eagle.rules(model),
         reasons=lambda: decoder_reasons(hf, model, checkpoint),
-        tables={EMBED: "embed"},
     )
     config = Config(num_drafts=num_drafts, tree=tree, draft_sampling=draft_sampling, model=model)
     return Drafter(config, params)

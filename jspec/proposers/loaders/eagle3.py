@@ -12,16 +12,16 @@ from jax.typing import DTypeLike
 
 from jspec._checks import warn
 from jspec.checkpoint import Checkpoint, Model, check_layers
-from jspec.checkpoint.agreement import by_tensors, decoder_reasons
+from jspec.checkpoint.agreement import by_tensors
 from jspec.checkpoint.assemble import is_float
 from jspec.models import eagle3, weights
 from jspec.models.config import ModelConfig
 from jspec.models.eagle3 import Eagle3ModelConfig, Head
 from jspec.models.layers import Rules
 from jspec.models.llama import HiddenId
-from jspec.models.options import section, size
+from jspec.models.options import size
 from jspec.proposers.base import Drafter, refuse_axes
-from jspec.proposers.loaders.common import TABLE_RULES, check_fits, read_weights
+from jspec.proposers.loaders.common import TABLE_RULES, check_fits, read_weights, reasons_of
 from jspec.proposers.loaders.hf_config import LAYER_IDS, architectures, setting, switch, unnested
 from jspec.tree import DynamicTree, Tree
 
@@ -228,22 +228,18 @@ def _warn_of_unused(checkpoint: Checkpoint, model: Eagle3ModelConfig, *, asked: 
 
 def _reasons(config: Eagle3ModelConfig, checkpoint: Checkpoint) -> list[str]:
     """Lists what config.json and tensors say differently, a sentence each."""
-    hf = {**section(checkpoint.config, "transformer_layer_config"), **checkpoint.config}
-    told = decoder_reasons(hf, config.decoder, checkpoint)
-    shapes = {name: list(tensor.shape) for name, tensor in checkpoint.tensors()}
     D = config.decoder.hidden_size
-    fused = LAYER_IDS if config.num_fused else "use_aux_hidden_state"
-    for key, name, shape in (
-        (fused, "fc.weight", [D, config.input_size] if config.num_fused else []),
-        ("draft_vocab_size", "lm_head.weight", [config.draft_vocab_size, D]),
-    ):
-        if shapes.get(name, shape) != shape:
-            value = hf.get(key, "missing")
-            told.append(f"{key} is {value} in config.json, and {name} is {shapes[name]}.")
+    wanted = {
+        "fc.weight": (LAYER_IDS, [D, config.input_size])
+        if config.num_fused
+        else ("use_aux_hidden_state", "none"),
+        "lm_head.weight": ("draft_vocab_size", [config.draft_vocab_size, D]),
+    }
+    told = reasons_of(config.decoder, checkpoint, wanted)
     for key, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
-        if getattr(config, key) != (name in shapes):
+        if getattr(config, key) != (name in checkpoint.names):
             told.append(
                 f"{key} is {getattr(config, key)} by config.json, and there is "
-                f"{'a' if name in shapes else 'no'} tensor {name}."
+                f"{'a' if name in checkpoint.names else 'no'} tensor {name}."
             )
     return told

@@ -21,7 +21,7 @@ from jspec.proposers.base import Drafter
 from jspec.proposers.loaders.common import HEAD, check_fits, read_weights
 from jspec.proposers.loaders.hf_config import architectures
 
-_TABLES = {"model.embed_tokens.weight": "embed", HEAD: "head"}
+_EMBED = "model.embed_tokens.weight"
 
 _OF_MODULES = ("mtp_layers.", "mtp_block.", "mtp_linear_proj.", ".eh_proj.")
 """Parts of tensor names that MTP modules have; the first is MiMo's."""
@@ -84,7 +84,7 @@ def load(
             f"{target.config.num_layers} (its last layer) or 'norm'."
         )
     names = [name for name in checkpoint.names if _OF_MODULES[0] in name]
-    read = (*names, *_TABLES)
+    read = (*names, _EMBED, HEAD)
     params = read_weights(
         "mtp",
         MTP,
@@ -103,7 +103,7 @@ def load(
             layers=r"mtp_layers\.(\d+)\.",
             names=names,
         ),
-        tables=_TABLES,
+        embed=_EMBED,
     )
     config = Config(
         num_drafts=num_modules if num_drafts is None else num_drafts,
@@ -117,4 +117,4 @@ def load(
 def rules(config: Any, names: Collection[str]) -> Rules:
     """Returns where each tensor of a checkpoint is in the params."""
     del names
-    return mtp.rules(config.model) | {name: Place((leaf,)) for name, leaf in _TABLES.items()}
+    return mtp.rules(config.model) | {_EMBED: Place(("embed",)), HEAD: Place(("head",))}
