@@ -1,4 +1,4 @@
-"""What stands at the jit boundary: checks before anything compiles, and one placement of arrays."""
+"""Validation of a step before anything compiles, and placement of its arrays on one device."""
 
 import dataclasses
 import operator
@@ -95,9 +95,9 @@ def check_buckets(state: State, buckets: Buckets) -> None:
 
 
 def what_is_read(owner: str, config: Any, scheduled: _Step) -> _Step:
-    """Refuses a step without what the drafter reads; takes out what only verification reads.
+    """Raises unless a step has what the drafter reads; drops what only verification reads.
 
-    A field more would be another executable.
+    An unused input would make another executable.
     """
     proposer = proposers.of(config)
     reads = proposer.reads(config)
@@ -216,7 +216,7 @@ def check_alive(state: State, owner: str) -> bool:
 
 
 def _hidden_dtype(state: State, buckets: Buckets) -> Any:
-    """The element type that a target's hidden states have: as told, else as weights, else as KV."""
+    """Returns the dtype of hidden states: `hidden_dtype`, else that of weights, else of KV."""
     if buckets.hidden_dtype is not None:
         return jax.numpy.dtype(buckets.hidden_dtype)
     floats = [

@@ -1,4 +1,4 @@
-"""What `jspec.warmup` compiled for a state, and what becomes of a step that it did not compile.
+"""Steps that `jspec.warmup` compiled for a state; another one warns or raises.
 
 A jitted function runs its Python body only where JAX traces it for new shapes, right before it
 compiles. So `check` stands in that body, and costs nothing in a step that is compiled. What is

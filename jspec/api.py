@@ -221,8 +221,7 @@ def step(
     Returns:
       (state, drafts), as `propose`.
 
-    Raises:
-      As `propose`.
+    Raises: as `propose`.
     """
     is_traced = check_alive(state, "step")
     metadata.check_scheduled(scheduled)
@@ -262,9 +261,10 @@ def pure(
       num_drafts: as `propose`.
 
     Raises:
-      TypeError: the drafter runs on the host. ValueError: `num_drafts` is out of range. The
-      function itself raises them for params or memory of another config, a State in the place of
-      its memory, a batch that `prepare` did not make, and one without what the drafter reads.
+      TypeError: the drafter runs on the host; in a call of the function, an argument of another
+        type, such as a State in the place of its memory.
+      ValueError: `num_drafts` is out of range; in a call of the function, params or memory of
+        another config, a batch that `prepare` did not make, or one without what the drafter reads.
     """
     proposer = proposers.of(config)
     if proposer.kind == "host":

@@ -201,7 +201,7 @@ class PagedView:
 
 @pytree
 class Drafts:
-    """What a proposer guesses.
+    """The drafts of a step.
 
     Attributes:
       tokens: PAD after the last draft of a row.

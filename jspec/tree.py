@@ -1,4 +1,4 @@
-"""Token trees: which guesses a drafter makes, and which guess follows which."""
+"""Token trees: the draft tokens of a step and the parent of each."""
 
 import ast
 from collections.abc import Iterable

@@ -16,9 +16,9 @@ ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 RECORDED_TEXT = ROOT / "tests" / "recorded_text"
 
-# Annotations become checks before jspec is imported. Left out: pytrees (jspec.state, the KV cache), which
-# JAX rebuilds around placeholders that are no arrays; what config.json and users say, of any type until
-# it is checked; compiled host loops.
+# Annotations become checks before jspec is imported. Left out: pytrees (jspec.state, the KV cache),
+# which JAX rebuilds around placeholders that are no arrays; what config.json and users say, of any
+# type until it is checked; compiled host loops.
 _CHECKED = (
     *("metadata", "metrics", "pallas", "runtime.target"),
     *(

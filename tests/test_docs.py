@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import jspec
+from benchmarks import adaptive
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PUBLIC = (
     "jspec",
@@ -40,6 +42,17 @@ BRIDGE = (
 def blocks(page: Path) -> list[str]:
     """Lists the Python examples of a page."""
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def reference() -> set[str]:
+    """Lists the names whose docstrings the reference pages show."""
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    return set(re.findall(r"^::: ([\w.]+)$", "\n".join(p.read_text() for p in pages), re.MULTILINE))
+
+
+def path_of(page: Path) -> str:
+    """Names a page from the root on."""
+    return str(page.relative_to(ROOT))
 
 
 def names_in_code_style(text: str) -> set[str]:
@@ -83,7 +96,7 @@ def registry():
     jspec.REGISTRY.update(before)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=path_of)
 def test_the_examples_of_a_page_run(page, capsys, registry):
     names = {"__name__": "example"}
     if any("torch" in code for code in blocks(page)):
@@ -104,8 +117,7 @@ def test_every_registered_method_is_in_the_tables(page):
 @pytest.mark.parametrize("module", BRIDGE)
 def test_every_public_name_of_the_bridge_is_in_the_reference(module):
     pytest.importorskip("torch")
-    reference = (ROOT / "docs" / "reference.md").read_text()
-    shown = set(re.findall(r"`(torch_bridge(?:\.\w+)+)`", reference))
+    shown = reference()
     names = set(public_names(module)) - {"dlpack", "ops"}  # which are modules
     assert names
     assert not [n for n in names if not {f"{module}.{n}", f"torch_bridge.{n}"} & shown]
@@ -114,8 +126,7 @@ def test_every_public_name_of_the_bridge_is_in_the_reference(module):
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_is_in_the_reference(module):
     """A name that `jspec` has too stands there under its short form."""
-    reference = (ROOT / "docs" / "reference.md").read_text()
-    shown = set(re.findall(r"`(jspec(?:\.\w+)+)`", reference))
+    shown = reference()
     names = public_names(module)
     assert names
     missing = [
@@ -128,12 +139,20 @@ def test_every_public_name_is_in_the_reference(module):
 
 
 def test_every_config_of_a_method_is_in_the_reference():
-    reference = (ROOT / "docs" / "reference.md").read_text()
-    configs = {proposer.Config for proposer in jspec.REGISTRY.values()}
-    assert not [c.__name__ for c in configs if f"`jspec.{c.__name__}`" not in reference]
+    configs = {f"jspec.{proposer.Config.__name__}" for proposer in jspec.REGISTRY.values()}
+    assert configs <= reference()
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda p: p.name)
+def test_every_name_in_the_reference_exists_and_has_a_docstring():
+    """Constants have theirs under the assignment, where `mkdocs build` finds it."""
+    for name in sorted(reference()):
+        if name.startswith("torch_bridge"):
+            pytest.importorskip("torch")
+        value = pkgutil.resolve_name(name)
+        assert not callable(value) or value.__doc__, name
+
+
+@pytest.mark.parametrize("page", LINKED, ids=path_of)
 def test_every_link_leads_to_a_page_and_a_heading(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if re.match(r"https?://", link):
@@ -149,13 +168,14 @@ def test_every_link_leads_to_a_page_and_a_heading(page):
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
-    assert all(f" {page.name}\n" in navigation for page in PAGES[1:])
+    docs = ROOT / "docs"
+    assert all(f" {page.relative_to(docs)}\n" in navigation for page in PAGES[1:])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
 def test_every_name_of_ours_in_a_page_exists_and_is_in_the_reference(page):
     """In the reference under this name or another one of the same object; modules need no line."""
-    shown = names_in_code_style((ROOT / "docs" / "reference.md").read_text())
+    shown = reference()
     names = names_in_code_style(page.read_text())
     if page.name != "adding-a-proposer.md":  # its example is a module of jspec
         names |= names_in_examples(page)
@@ -166,3 +186,10 @@ def test_every_name_of_ours_in_a_page_exists_and_is_in_the_reference(page):
         value = pkgutil.resolve_name(name)
         same = f"{package}.{short}" if f"{package}.{short}" in shown else None
         assert inspect.ismodule(value) or (same and pkgutil.resolve_name(same) is value), name
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/which-drafter.md"])
+def test_the_table_of_default_drafting_has_the_measured_figures(page):
+    results = json.loads((ROOT / "benchmarks" / "results" / "adaptive-cpu.json").read_text())
+    assert "\n".join(adaptive.table(results["cells"])) in (ROOT / page).read_text()
+    assert all(cell["identical_to_plain"] for cell in results["cells"])

@@ -13,7 +13,7 @@ from jspec.models.llama import HiddenId
 
 
 class HiddenStates(NamedTuple):
-    """What the target thought of a request's tokens.
+    """The target's hidden states of a request's tokens.
 
     Attributes:
       states: row i is token i; layers in the order of `layers`.

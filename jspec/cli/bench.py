@@ -201,7 +201,7 @@ def _measure(
         try:
             report = benchmark.run(model, ids, *drafter, on_tokens=progress, **options, **drafting)
             first = ids[: arguments.batch_size]
-            halves = benchmark.halves(model, first, *drafter, **options, **drafting)
+            step_times = benchmark.step_times(model, first, *drafter, **options, **drafting)
         finally:
             progress.finish()
         if not sys.stderr.isatty():  # where no progress line is shown: a sign of life
@@ -209,7 +209,7 @@ def _measure(
             print(f"{method}: {len(ids)} prompts, {speed}", file=sys.stderr, flush=True)
         plain = plain or report
         num_drafts = drafter.config.num_drafts if drafter.config else 0
-        row = benchmark.summary(method, num_drafts, report, plain) | halves._asdict()
+        row = benchmark.summary(method, num_drafts, report, plain) | step_times._asdict()
         if method == "none" or not decoding.keeps_tokens(arguments):
             row["identical_to_plain"] = None
         row |= comparison.differences(

@@ -69,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _segment(name: str, by_method: dict[str, dict[str, replay.Tally]]) -> dict[str, Any]:
-    """Gathers what every drafter earned in a segment."""
+    """Collects the results of every drafter in a segment."""
     tallies = {method: segments[name] for method, segments in by_method.items()}
     any_tally = next(iter(tallies.values()))
     return {

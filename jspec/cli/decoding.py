@@ -1,4 +1,4 @@
-"""How the words of a command want tokens chosen, and drafts made and verified."""
+"""Options of sampling, drafting and verification."""
 
 import argparse
 from collections.abc import Callable
@@ -24,13 +24,13 @@ def add_options(add: Callable[..., Any]) -> None:
         "--verification",
         choices=get_args(Verification),
         help="with --temperature: keep drafts that the target draws, too (match, the default: the "
-        "tokens of plain decoding), or by chance (the same distribution)",
+        "tokens of plain decoding), or by rejection sampling (the same distribution)",
     )
     add(
         "--draft-sampling",
         choices=("greedy", "probabilistic"),
         help="with --temperature and --drafter: draft the best tokens (default), or draw them, of "
-        "which verification by chance keeps more",
+        "which rejection sampling keeps more",
     )
     add(
         "--adaptive",

@@ -1,4 +1,4 @@
-"""Which drafter the words of a command ask for."""
+"""Options of the drafter, and its resolution."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""Models that the words of a command name."""
+"""Resolution of `--model`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prompts that the words of a command name: texts, files, JSON lines."""
+"""Reading of prompts: texts, files, JSON lines."""
 
 import argparse
 import io

@@ -1,4 +1,4 @@
-"""A batch between verification and drafting: who owns which row, slot and logit.
+"""Row, slot and logit indices of a batch between verification and drafting.
 
 `prepare` and `paged_view` are what jspec's own steps use; the rest are the bookkeeping functions of
 vLLM's runners under their own names. Functions return new values and never write to an argument.

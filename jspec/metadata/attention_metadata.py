@@ -1,4 +1,4 @@
-"""Which rows of a pass belong to whom, where their keys and values go, and how that changes."""
+"""Attention metadata of a pass: rows by request, KV slots, and how both change between passes."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from jspec.state import pytree, static
 
 @pytree
 class CommonAttentionMetadata:
-    """What every attention layer of a pass is told.
+    """What every attention layer of a pass reads.
 
     T rows belong to B requests by `query_start`. Trailing requests without rows are padding, and so
     are the rows from `query_start[-1]` on.
@@ -173,7 +173,7 @@ def prepare_inputs(
       num_draft_tokens: drafts that were verified; without drafts no row is rejected.
 
     Returns:
-      (metadata, token_indices): of the kept rows, and where each of them was; PAD behind them.
+      (metadata, token_indices): of the kept rows, and where each of them was; PAD after them.
       `max_query_len` is still that of the target's pass.
 
     Raises:

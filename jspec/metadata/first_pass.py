@@ -24,7 +24,7 @@ from jspec.state import pytree
 
 @pytree
 class FirstPass:
-    """What a drafter's first pass runs on: R rows, or R query rows behind T of context.
+    """What a drafter's first pass runs on: R rows, or R query rows after T of context.
 
     Attributes:
       token_ids: PAD or 0 in rows that no draft depends on.
@@ -68,7 +68,7 @@ def set_inputs_first_pass(
     """Joins the rows that the target ran with the token that each request continues from.
 
     With `shift` and one slot the rows stay as many: ids move left by one, and the next token takes
-    the place behind the last accepted one. Otherwise each request gets num_slots - shift more rows.
+    the place after the last accepted one. Otherwise each request gets num_slots - shift more rows.
 
     In: token_ids [1 10 11 20 21 22], query_start [0 1 3 6], next_token [2 12 23].
     Out: token_ids [2 11 12 21 22 23].
@@ -214,7 +214,7 @@ def set_inputs_first_pass_dflash(
     max_model_len: int | None = None,
     impl: Impl = "auto",
 ) -> FirstPass:
-    """Lays a block of 1 + num_drafts query rows behind the accepted context of each request.
+    """Lays a block of 1 + num_drafts query rows after the accepted context of each request.
 
     Args:
       positions: of the target's rows, which become the context.

@@ -1,4 +1,4 @@
-"""Two sums that vLLM's users import by name."""
+"""Small helpers under the names that vLLM's users import."""
 
 import operator
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""From what the target ran to what a drafter needs: checks, `prepare`, views of the paged cache."""
+"""From the target's step to the drafter's batch: checks, `prepare`, views of the paged cache."""
 
 import dataclasses
 from typing import Any, no_type_check

@@ -29,9 +29,9 @@ def ancestors(parents: Int[AnyArray, "B X"], *, depth: int) -> Bool[Array, "B X 
 
 
 def tree_view(view: PagedView, scheduled: Scheduled, *, depth: int) -> PagedView:
-    """Places the drafts of a step as tree nodes: beside the pages, each behind its parent.
+    """Places the drafts of a step as tree nodes: beside the pages, each after its parent.
 
-    A node sees the rows before the drafts and its ancestors, and its position is its depth behind
+    A node sees the rows before the drafts and its ancestors, and its position is its depth after
     the last of them. The other rows stay where they are.
 
     Args:
@@ -74,7 +74,7 @@ def path_as_chain(
     """Moves the rows of accepted nodes to the front of their request's drafts.
 
     What comes back is the step that a chain of these drafts would have been: `prepare` and the
-    drafter need not know of trees. The rows behind are rejected drafts.
+    drafter need not know of trees. The rows after are rejected drafts.
 
     In (one request): token_ids [7 | 4 5 6], path [[1 2]], num_accepted [2].
     Out: token_ids [7 | 5 6 6].

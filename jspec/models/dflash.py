@@ -33,7 +33,7 @@ from jspec.models.llama import DecoderLayer, HiddenId
 from jspec.state import PagedView
 
 
-class Sight(NamedTuple):
+class AttentionMask(NamedTuple):
     """What a row of the block sees in one layer; see `PagedView`."""
 
     causal: bool = False
@@ -49,14 +49,14 @@ class BlockConfig:
       hidden_layers: hidden states of the target that are fused, in the order of the weights.
       target_size: width of each (Dt).
       fuse: a projection makes one hidden state of them; False = there is one, read as it is.
-      sights: what rows see, layer by layer.
+      masks: what rows see, layer by layer.
       draft_vocab_size: tokens that it can draft (Vd).
       padded_draft_vocab_size: rows of the head where some pad it, as `padded_vocab_size` of
         ModelConfig; None = `draft_vocab_size`.
       refine: convolutions and candidate selection of DFlash2; None = plain DFlash.
 
     Raises:
-      ValueError: a size is below 1, a layer has no sight, a hidden state that is read as it is has
+      ValueError: a size is below 1, a layer has no mask, a hidden state that is read as it is has
         another width than the layers, or the draft vocabulary does not fit.
     """
 
@@ -64,7 +64,7 @@ class BlockConfig:
     hidden_layers: tuple[HiddenId, ...]
     target_size: int
     fuse: bool = True
-    sights: tuple[Sight, ...]
+    masks: tuple[AttentionMask, ...]
     draft_vocab_size: int
     padded_draft_vocab_size: int | None = None
     refine: RefineConfig | None = None
@@ -78,9 +78,9 @@ class BlockConfig:
             num_target_layer_ids=len(self.hidden_layers),
         )
         V, D = self.decoder.vocab_size, self.decoder.hidden_size
-        if len(self.sights) != self.decoder.num_layers:
+        if len(self.masks) != self.decoder.num_layers:
             raise ValueError(
-                f"dflash: {len(self.sights)} sights for {self.decoder.num_layers} layers, wanted "
+                f"dflash: {len(self.masks)} masks for {self.decoder.num_layers} layers, wanted "
                 "one each. Correct layer_types in config.json."
             )
         if self.draft_vocab_size > V or (self.refine and self.draft_vocab_size != V):
@@ -121,7 +121,7 @@ class BlockConfig:
             "decoder": decoder,
             "hidden_layers": (1, 2),
             "target_size": decoder.hidden_size,
-            "sights": (Sight(), Sight(causal=True, window=6)),
+            "masks": (AttentionMask(), AttentionMask(causal=True, window=6)),
             "draft_vocab_size": decoder.vocab_size,
         }
         return cls(**fields | changes)
@@ -195,8 +195,8 @@ class DFlash(DraftDecoder):
         dtype = self.norm.weight[...].dtype
         x = self.embedded(token_ids.reshape(-1), None, dtype)  # [B * W, D]
         rope = self.rope(view.positions)
-        for i, sight in enumerate(self.config.sights):
-            seen = dataclasses.replace(view, causal=sight.causal, window=sight.window)
+        for i, mask in enumerate(self.config.masks):
+            seen = dataclasses.replace(view, causal=mask.causal, window=mask.window)
             layer = self.layers[str(i)]
             if self.config.refine is None:
                 x, cache = layer(x, rope, seen, cache, i)

@@ -273,7 +273,8 @@ def _tile(query_start: Int[Array, "B1"], T: int) -> _Tiles:
     row = jnp.arange(T, dtype=jnp.int32)
     owner = _count_reached(query_start[1:], row)  # B for padding rows
     place = _rows(tile_start, owner) * Q + row - _rows(query_start, owner)
-    return _Tiles(request, rows, jnp.where(owner < B, place, G * Q))
+    # Not `owner < B`: for two rows of one request XLA (JAX 0.11.2) does not compile that on a GPU.
+    return _Tiles(request, rows, jnp.where(row < query_start[-1], place, G * Q))
 
 
 def _count_reached(ends: Int[Array, "B"], at: Int[Array, "X"]) -> Int[Array, "X"]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 Lowering: TypeAlias = Literal["triton", "mosaic"]
 """How Pallas turns a kernel into GPU code."""
 
-Road: TypeAlias = Literal["triton", "mosaic", "interpret"]
+Backend: TypeAlias = Literal["triton", "mosaic", "interpret"]
 """How a kernel runs: by one of the lowerings, or step by step in JAX on any device."""
 
 _BLOCK = 128  # cells a Triton program handles: one a thread of four warps
@@ -44,14 +44,14 @@ def use_lowering(name: Lowering) -> Iterator[None]:
         _lowering.reset(token)
 
 
-def for_each_cell(
+def launch(
     kernel: Callable[..., None],
     num_cells: int,
     inputs: Sequence[jax.Array],
     outputs: tuple[jax.ShapeDtypeStruct, ...],
     *,
     name: str,
-    how: Road,
+    how: Backend,
 ) -> Any:
     """Runs `kernel(cell, *input_refs, *output_refs)` for each cell in [0, num_cells).
 
@@ -65,7 +65,7 @@ def for_each_cell(
       inputs: arrays of any shape; the kernel sees them flat, in row-major order.
       outputs: shapes and dtypes, likewise flat to the kernel, which writes each element.
       name: what a profile shows, "jspec_..." by convention.
-      how: the road.
+      how: the backend.
 
     Returns:
       A tuple of arrays like `outputs`.
@@ -90,7 +90,7 @@ def for_each_program(
     """Runs `kernel(program, *input_refs, *output_refs)` for each program in [0, num_programs).
 
     A program works on blocks, which it reads and writes by `load` and `store`: whole arrays lie
-    behind the refs, in the shapes that they have. Sizes of blocks are powers of two.
+    after the refs, in the shapes that they have. Sizes of blocks are powers of two.
 
     Args:
       kernel: writes each element of the outputs in one of its programs.
@@ -98,7 +98,7 @@ def for_each_program(
       inputs: arrays of any shape.
       outputs: shapes and dtypes.
       name: what a profile shows, "jspec_..." by convention.
-      how: the road.
+      how: the backend.
       num_warps: threads of a program, in units of 32.
       num_stages: rounds of a loop whose loads are in flight together.
 

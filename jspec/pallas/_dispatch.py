@@ -1,4 +1,4 @@
-"""What every op does first: refuse bad input, then choose an implementation."""
+"""Checks of an op's arguments, and the choice of its implementation."""
 
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -8,8 +8,8 @@ import numpy as np
 from jspec.axes import AnyArray, Impl
 from jspec.pallas import _backend
 
-Choice: TypeAlias = Literal["xla"] | _backend.Road
-"""What `impl` comes down to: the plain definition, or the kernel by one of its roads."""
+Choice: TypeAlias = Literal["xla"] | _backend.Backend
+"""An implementation: the plain definition, or the kernel on one of its backends."""
 
 # The measured winner of each op by device kind (benchmarks/results); XLA where nothing is listed.
 _WINNERS: dict[str, dict[str, Choice]] = {

@@ -72,7 +72,7 @@ def eagle_step(
         jax.ShapeDtypeStruct((num_rows,), positions.dtype),
         jax.ShapeDtypeStruct((B,), seq_lens.dtype),
     )
-    return _backend.for_each_cell(kernel, num_rows, args, out, name="jspec_eagle_step", how=how)
+    return _backend.launch(kernel, num_rows, args, out, name="jspec_eagle_step", how=how)
 
 
 def _reference(

@@ -48,7 +48,7 @@ def expand_dflash(
     max_model_len: int | None = None,
     impl: Impl = "auto",
 ) -> BlockRows:
-    """Lays out a block of query rows behind each request's accepted context.
+    """Lays out a block of query rows after each request's accepted context.
 
     Args:
       next_token: the token each request continues from.
@@ -121,7 +121,7 @@ def expand_dflash(
     if how == "xla":
         return BlockRows(*_reference(*args, **static), sample_index=sample_index)
     kernel = functools.partial(_kernel, T=T, B=B, num_pages=sizes["M"], **static)
-    rows = _backend.for_each_cell(
+    rows = _backend.launch(
         kernel, max(T, B * width), args, out, name="jspec_expand_dflash", how=how
     )
     return BlockRows(*rows, sample_index=sample_index)

@@ -27,7 +27,7 @@ class ExpandedRows(NamedTuple):
         row where it has none such, 0 for a padded request.
       hidden_index: with shift, the row that each target row's hidden state goes to; else PAD.
       hidden_source: with shift, the target row whose hidden state belongs in each row; PAD in
-        masked and padding rows, behind the target's rows, and without shift.
+        masked and padding rows, after the target's rows, and without shift.
     """
 
     token_ids: Int[jax.Array, "R"]
@@ -115,7 +115,7 @@ def expand_eagle(
     kernel = functools.partial(_kernel, T=T, B=B, **static)
     num_cells = max(x.size for x in out)
     return ExpandedRows(
-        *_backend.for_each_cell(kernel, num_cells, args, out, name="jspec_expand_eagle", how=how)
+        *_backend.launch(kernel, num_cells, args, out, name="jspec_expand_eagle", how=how)
     )
 
 

@@ -72,9 +72,7 @@ def next_token(
         return _reference(*args, vocab_size=vocab_size)
     kernel = functools.partial(_kernel, width=sizes["W"], vocab_size=vocab_size)
     out = jax.ShapeDtypeStruct((sizes["B"],), jnp.int32)
-    return _backend.for_each_cell(
-        kernel, sizes["B"], args, (out, out), name="jspec_next_token", how=how
-    )
+    return _backend.launch(kernel, sizes["B"], args, (out, out), name="jspec_next_token", how=how)
 
 
 def _reference(sampled, discard, backup, *, vocab_size: int):

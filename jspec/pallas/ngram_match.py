@@ -30,7 +30,7 @@ def ngram_match(
     """Copies what followed the earliest of the longest earlier matches of each row's suffix.
 
     Args:
-      token_ids: known tokens of each memory row, left-aligned; what lies behind them is not read.
+      token_ids: known tokens of each memory row, left-aligned; what lies after them is not read.
       seq_lens: known tokens of each request.
       mask: requests that draft.
       rows: memory row of each request; one that does not exist (PAD) drafts nothing. None: request
@@ -171,9 +171,9 @@ def _kernel(
     best_ref[cell] = best
 
 
-def _launch(token_ids, row, newest, *, max_n: int, lanes: int, how: _backend.Road):
+def _launch(token_ids, row, newest, *, max_n: int, lanes: int, how: _backend.Backend):
     B = row.shape[0]
-    (best,) = _backend.for_each_cell(
+    (best,) = _backend.launch(
         functools.partial(_kernel, width=token_ids.shape[1], max_n=max_n, lanes=lanes),
         B * lanes,
         (token_ids, row, newest),

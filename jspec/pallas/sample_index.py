@@ -58,7 +58,7 @@ def sample_index(
     if how == "xla":
         return _reference(*args)
     out = jax.ShapeDtypeStruct((sizes["B"],), jnp.int32)
-    return _backend.for_each_cell(
+    return _backend.launch(
         _kernel, sizes["B"], args, (out, out), name="jspec_sample_index", how=how
     )
 

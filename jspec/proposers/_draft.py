@@ -138,7 +138,7 @@ def chain(
         lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1),  # [K, B] -> [B, K]
         *(first, rest),
     )
-    return carry[-1], truncated(batch, tokens, probs, max_model_len, stored=slots >= 0)
+    return carry[-1], truncate(batch, tokens, probs, max_model_len, stored=slots >= 0)
 
 
 def in_parallel(
@@ -172,7 +172,7 @@ def in_parallel(
     picked = [pick(model, config, logits[:, j], batch, j) for j in range(num_drafts)]
     tokens, probs = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *picked)
     stored = take(rows.view.slots, index) >= 0
-    return cache, truncated(batch, tokens, probs, max_model_len, stored=stored)
+    return cache, truncate(batch, tokens, probs, max_model_len, stored=stored)
 
 
 def first_pass(
@@ -310,7 +310,7 @@ def no_drafts(
     )
 
 
-def truncated(
+def truncate(
     batch: Batch,
     tokens: Int[Array, "B K"],
     probs: Float[Array, "B K V"] | None,

@@ -128,7 +128,7 @@ def in_turn(
 
     tokens, probs = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *picked)  # [B, K]
     all_slots = jnp.stack([take(rows.view.slots, last), *(p.slots for p in places)], axis=1)
-    drafts = _draft.truncated(batch, tokens, probs, max_model_len, stored=all_slots >= 0)
+    drafts = _draft.truncate(batch, tokens, probs, max_model_len, stored=all_slots >= 0)
     return dataclasses.replace(memory, cache=cache), drafts
 
 

@@ -119,7 +119,7 @@ def draft_tree(
     tokens, parents, depths, cache = grown
 
     stored = depths <= _num_stored(batch, start, tree.depth, page_size, max_model_len)[:, None]
-    return cache, _draft.truncated(
+    return cache, _draft.truncate(
         batch, tokens, None, max_model_len, stored=stored, depths=depths, parents=parents
     )
 

@@ -118,7 +118,7 @@ def propose(
     with jax.named_scope("pick"):
         tokens, probs = _pick(config, params, model, batch, out[:, 1 : 1 + num_drafts])
     stored = slots[:, 1 : 1 + num_drafts] >= 0
-    return memory, _draft.truncated(batch, tokens, probs, limit, stored=stored)
+    return memory, _draft.truncate(batch, tokens, probs, limit, stored=stored)
 
 
 def _vocabulary(config: DFlashConfig, params: Params) -> Vocabulary:

@@ -116,13 +116,13 @@ def propose(
     if config.tree is not None:
         tokens = _nodes(config.tree, heads, vocabulary, hidden, num_drafts)
         depths, parents = (x[None, :num_drafts] for x in (config.tree.depths, config.tree.parents))
-        return memory, _draft.truncated(
+        return memory, _draft.truncate(
             batch, tokens, None, max_model_len, depths=depths, parents=parents
         )
     logits = [heads.logits(hidden, i) for i in range(num_drafts)]
     picked = [_draft.pick(vocabulary, config, x, batch, i) for i, x in enumerate(logits)]
     tokens, probs = jax.tree.map(lambda *of_heads: jnp.stack(of_heads, axis=1), *picked)
-    return memory, _draft.truncated(batch, tokens, probs, max_model_len)
+    return memory, _draft.truncate(batch, tokens, probs, max_model_len)
 
 
 def _nodes(

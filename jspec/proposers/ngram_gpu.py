@@ -102,7 +102,7 @@ def append_tokens(
     sampled: Int32[Array, "B W"],
     num_sampled: Int32[Array, "B"],
 ) -> Int32[Array, "B S"]:
-    """Writes newly sampled tokens behind the known ones of each row.
+    """Writes newly sampled tokens after the known ones of each row.
 
     Args:
       token_ids: known tokens, left-aligned.

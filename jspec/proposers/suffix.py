@@ -239,7 +239,7 @@ def _collect(
         known = num_known[slot[b]]
         if known == 0:
             continue
-        # A row that was run before brings nothing new, and one behind a gap cannot be placed.
+        # A row that was run before brings nothing new, and one after a gap cannot be placed.
         for t in range(query_start[b], end):
             if position[t] == known:
                 new_tokens[at] = token_ids[t] if 0 <= token_ids[t] < id_limit else PAD_TOKEN

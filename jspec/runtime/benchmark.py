@@ -14,11 +14,11 @@ from jspec.proposers.ngram import NgramConfig
 from jspec.runtime.decode import Engine, Report, generate_plain
 from jspec.runtime.policies import BatchSizeSchedule
 from jspec.runtime.scheduling import OnTokens
-from jspec.runtime.target import Ran
+from jspec.runtime.target import TargetOutput
 from jspec.state import Drafts, Params, Scheduled, Verified
 
 
-class Halves(NamedTuple):
+class StepTimes(NamedTuple):
     """Mean times of a step that reads no prompt; None without such a step.
 
     Attributes:
@@ -123,13 +123,13 @@ _NEVER = NgramConfig(num_drafts=1), BatchSizeSchedule([(1, 1, 0)])
 """Plain decoding of a batch: a drafter whose number of drafts is always 0."""
 
 
-def halves(
+def step_times(
     model: Model,
     prompts: Sequence[Sequence[int]],
     config: Any = None,
     params: Params = None,
     **options: Any,
-) -> Halves:
+) -> StepTimes:
     """Times drafting and verification apart, in a run of their own that waits after each.
 
     Args, options: as `run`.
@@ -140,9 +140,9 @@ def halves(
     engine.warmup()
     engine.run()
     if not engine.steps:  # every prompt ended with its first token
-        return Halves(None, None)
+        return StepTimes(None, None)
     draft, verify = (statistics.fmean(seconds) for seconds in zip(*engine.steps, strict=True))
-    return Halves(1e3 * draft, 1e3 * verify)
+    return StepTimes(1e3 * draft, 1e3 * verify)
 
 
 class _Timed(Engine):
@@ -162,7 +162,7 @@ class _Timed(Engine):
             self.steps.append((self._draft_seconds, self._verify_seconds))
         return ran
 
-    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, Ran]:
+    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, TargetOutput]:
         begin = time.perf_counter()
         result = jax.block_until_ready(super()._run_target(scheduled, width))
         self._verify_seconds += time.perf_counter() - begin

@@ -103,7 +103,7 @@ class Calibration:
         self._accepted = keep * self._accepted + accepted
 
 
-class Meter:
+class LatencyModel:
     """Estimates latencies: as measured at first, times the ratio that later steps had to that.
 
     A shape that has not run recently gets the median ratio of the others.

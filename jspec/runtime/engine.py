@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jspec import api, proposers
 from jspec.axes import PAD_SLOT, PAD_TOKEN
@@ -24,7 +25,7 @@ from jspec.runtime import scheduling
 from jspec.runtime.arguments import check_call, check_on_tokens
 from jspec.runtime.policies import Drafting
 from jspec.runtime.scheduling import Generation, OnTokens, Scheduler
-from jspec.runtime.target import DraftProbs, Ran, Verification, target_step, widen
+from jspec.runtime.target import DraftProbs, TargetOutput, Verification, target_step, widen
 from jspec.state import Drafts, Params, Scheduled, State, Verified
 from jspec.verification.sampling_params import sampling_params
 
@@ -237,7 +238,7 @@ class Engine:
         scheduled = self._with_sampling(scheduled)
         verified, ran = self._run_target(scheduled, width)
         if self.on_host:
-            verified = jax.device_get(verified)
+            verified = Verified(tokens=np.asarray(verified.tokens))  # a pytree takes longer to get
             return verified, self._draft(scheduled, verified)
         drafts = self._draft(ran.join(scheduled, sampling=self.drafts_sampled), verified)
         if self.draft_probs is not None:
@@ -256,7 +257,7 @@ class Engine:
         running = self.scheduler.running
         return self.sampling.join(scheduled, [running[int(s)].index for s in slots])
 
-    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, Ran]:
+    def _run_target(self, scheduled: Scheduled, width: int) -> tuple[Verified, TargetOutput]:
         verified, ran, self.cache = target_step(
             self.model.config,
             self.model.params,

@@ -1,8 +1,7 @@
-"""How many drafts a step makes and verifies: all, by the number of requests, or what pays.
+"""Draft length policies: all drafts, by batch size, or the highest expected throughput.
 
-Speculation pays where the tokens that a pass yields grow faster than its time. `Adaptive` estimates
-both: the chance of each draft from what became of earlier ones, verified or not, and the time from
-passes that were measured. All of it runs on the host, between two steps.
+`Adaptive` estimates the acceptance of each draft from the outcomes of earlier ones, verified or
+not, and the latency of each shape from measured passes. All of it runs on the host, between steps.
 """
 
 import bisect
@@ -10,14 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from jspec.runtime.cost_model import Acceptance, Calibration, Guess, Meter
+from jspec.runtime.cost_model import Acceptance, Calibration, Guess, LatencyModel
 from jspec.runtime.draft_length import Adaptive, BatchSizeSchedule, Costs, Drafting
 
 __all__ = [
     "Adaptive",
     "BatchSizeSchedule",
     "ByBatchSize",
-    "ByEarnings",
+    "ByThroughput",
     "Costs",
     "Drafting",
     "Policy",
@@ -37,7 +36,7 @@ class Policy(Protocol):
 
     Attributes:
       levels: every number of drafts that a step may make, ascending.
-      has_costs: whether it can choose: False until it was told what passes take.
+      has_costs: False until it has the latencies of passes that it chooses by.
     """
 
     levels: tuple[int, ...]
@@ -48,7 +47,7 @@ class Policy(Protocol):
         ...
 
     def take_costs(self, passes: Mapping[int, float], drafts: Mapping[int, float]) -> None:
-        """Takes over what was measured; see `Meter`."""
+        """Takes over what was measured; see `LatencyModel`."""
 
     def start(self, slot: int) -> None:
         """Forgets the request that held a slot before."""
@@ -106,7 +105,7 @@ def policy(
     if isinstance(drafting, BatchSizeSchedule):
         return ByBatchSize(drafting.table(max_requests, num_drafts))
     if isinstance(drafting, Adaptive):
-        return ByEarnings(
+        return ByThroughput(
             drafting, num_drafts=num_drafts, max_requests=max_requests, tree_depth=tree_depth
         )
     raise TypeError(
@@ -152,7 +151,7 @@ class ByBatchSize:
         """See `Policy`."""
 
 
-class ByEarnings:
+class ByThroughput:
     """Chooses what has the best ratio of expected tokens to expected time.
 
     Args:
@@ -189,7 +188,7 @@ class ByEarnings:
         self.is_tree = is_tree
         self.memory = drafting.memory
         self.probe_share = drafting.probe_share
-        self.costs: Meter | None = None
+        self.costs: LatencyModel | None = None
         self.is_measured = drafting.costs is None
         if drafting.costs is not None:
             missing = set(self.sizes) - set(drafting.costs.passes)
@@ -216,7 +215,7 @@ class ByEarnings:
 
     def take_costs(self, passes: Mapping[int, float], drafts: Mapping[int, float]) -> None:
         """Starts with costs, those that the loop measured or the user's."""
-        self.costs = Meter(passes, drafts)
+        self.costs = LatencyModel(passes, drafts)
         if self.probe_share:  # the first step makes all drafts
             self._allowance = self.costs.draft(self.levels[-1]) - self.costs.draft(self.levels[0])
 
@@ -226,11 +225,13 @@ class ByEarnings:
         self._guesses[slot] = []
 
     def verify(self, offers: Mapping[int, int]) -> Mapping[int, int]:
-        """Gives rows to the drafts that are most likely kept, as long as that pays."""
-        units = self._units(offers)
-        _, count = self._best(len(offers), units, self._costs.draft(self._drafted))
+        """Verifies the most likely drafts, as many as give the best expected throughput."""
         chosen = dict.fromkeys(offers, 0)
         self._expected = dict.fromkeys(offers, 0.0)
+        units = self._units(offers)
+        if not units:
+            return chosen
+        _, count = self._best(len(offers), units, self._costs.draft(self._drafted))
         for unit in units[:count]:
             chosen[unit.slot] += unit.num_rows
             self._expected[unit.slot] += unit.tokens
@@ -279,7 +280,7 @@ class ByEarnings:
             self._costs.observe(num_rows, num_drafts, seconds)
 
     @property
-    def _costs(self) -> "Meter":
+    def _costs(self) -> "LatencyModel":
         assert self.costs is not None, "measure first"
         return self.costs
 

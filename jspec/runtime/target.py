@@ -16,11 +16,11 @@ from jspec.state import PagedView, Params, Scheduled, Verified
 from jspec.verification import greedy, rejection, sampling
 
 Verification: TypeAlias = Literal["match", "rejection", "block"]
-"""How drafts are verified where tokens are sampled: as those that the target draws itself, or by
-chance, each for itself or as a block (see `jspec.verification.rejection`)."""
+"""How drafts are verified where tokens are sampled: by exact match with the target's own draw, by
+rejection sampling of each draft, or of the block (see `jspec.verification.rejection`)."""
 
 
-class Ran(NamedTuple):
+class TargetOutput(NamedTuple):
     """What a drafter reads of a pass, beside its schedule.
 
     Attributes:
@@ -83,7 +83,7 @@ def target_step(
     tree_depth: int | None = None,
     verification: Verification = "match",
     draft_probs: DraftProbs | None = None,
-) -> tuple[Verified, Ran, KVCache]:
+) -> tuple[Verified, TargetOutput, KVCache]:
     """Runs the target over a step's rows and verifies its drafts: one executable.
 
     A token that the target gives is its best one, or where the step has temperatures a draw from
@@ -135,19 +135,19 @@ def target_step(
         logits = logits.at[rows.reshape(-1)].get(mode="clip")  # [T, V] -> [B * W, V]
     logits = _constrain(logits, scheduled, width)
     drafts = scheduled.token_ids.at[rows[:, 1:]].get(mode="fill", fill_value=PAD_TOKEN)
-    ran = Ran(hidden)
+    ran = TargetOutput(hidden)
     if parents is not None and tree_depth is not None:
         count = scheduled.num_drafts
         chosen = _choose(logits, scheduled, view, rows)  # [B, W]
         verified, path, accepted = greedy.tree(chosen, drafts, parents, count, depth=tree_depth)
-        behind = rows[:, 1 : tree_depth + 1]  # rows at the positions that accepted nodes get
-        cache = keep_nodes(cache, path, page_slots.at[behind].get(mode="clip"))
-        ran = Ran(*metadata.path_as_chain(scheduled, hidden, path, accepted))
+        after = rows[:, 1 : tree_depth + 1]  # rows at the positions that accepted nodes get
+        cache = keep_nodes(cache, path, page_slots.at[after].get(mode="clip"))
+        ran = TargetOutput(*metadata.path_as_chain(scheduled, hidden, path, accepted))
     elif scheduled.temperature is not None and verification != "match":
-        verified, draft_seed = _by_chance(
+        verified, draft_seed = _rejection_sampling(
             verification, logits, drafts, scheduled, _places(view, rows)[:, 0], draft_probs
         )
-        ran = Ran(hidden, draft_seed=draft_seed)
+        ran = TargetOutput(hidden, draft_seed=draft_seed)
     else:
         chosen = _choose(logits, scheduled, view, rows)  # [B, W]
         verified, _ = greedy.chain(chosen, drafts, scheduled.num_drafts)
@@ -186,7 +186,7 @@ def _constrain(logits: Float[Array, "R V"], scheduled: Scheduled, width: int) ->
     return sampling.constrain(logits, *numbers)
 
 
-def _by_chance(
+def _rejection_sampling(
     method: Literal["rejection", "block"],
     logits: Float[Array, "R V"],
     drafts: Int[Array, "B K"],
@@ -194,7 +194,7 @@ def _by_chance(
     place: Int[Array, "B"],
     draft_probs: DraftProbs | None,
 ) -> tuple[Verified, Int[Array, "B"] | None]:
-    """Verifies drafts by chance; returns the seeds of the next ones, too, where they change."""
+    """Verifies drafts by rejection sampling; also returns the next drafts' seeds if changed."""
     B, K = drafts.shape
     logits = logits.reshape(B, K + 1, -1)
     probs = None

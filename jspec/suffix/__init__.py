@@ -1,4 +1,4 @@
-"""Suffix decoding: drafts from what this request, and others before it, have said."""
+"""Suffix decoding: drafts from suffix trees over this request's and earlier requests' tokens."""
 
 from jspec.suffix.cache import SuffixDecodingCache, SuffixDecodingDraft
 

@@ -125,7 +125,7 @@ def increment(forest, node):
 
 @part
 def decrement(forest, node):
-    """Counts one less; moves behind all siblings that had as many."""
+    """Counts one less; moves after all siblings that had as many."""
     nodes = forest.nodes
     count, after = nodes[node, COUNT], nodes[node, NEXT]
     if after == NONE or nodes[after, COUNT] < count:

@@ -66,7 +66,7 @@ def tree(
     """Walks down a tree of drafts as long as a child equals what the target chose.
 
     In: chosen [[5 6 7 8]], drafts [[4 5 6]], parents [[-1 -1 1]], depth 2.
-    Out: tokens [[5 7 -1]], path [[1 -1]], num_accepted [1]: behind node 1 the target chose 7.
+    Out: tokens [[5 7 -1]], path [[1 -1]], num_accepted [1]: after node 1 the target chose 7.
 
     Args:
       chosen: the target's token after the root, then after each node; X1 = X + 1. Its best token,

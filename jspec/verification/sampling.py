@@ -1,4 +1,4 @@
-"""Drawing tokens at a temperature, so that a request's draws depend on nothing but the request."""
+"""Seeded sampling: draws depend on a request's seed and positions alone, not on its batch."""
 
 import jax
 import jax.numpy as jnp

@@ -165,7 +165,9 @@ def test_equal_curves_of_a_picture_are_both_seen():
 def test_drafts_verified_by_chance_are_not_called_identical(folder, suite, capfd, monkeypatch):
     words = ["--model", folder, "--suite", suite, "--methods", "suffix", "--num-drafts", 2]
     words += ["--max-tokens", 6, "--temperature", 2.0, "--verification", "rejection", "--json"]
-    monkeypatch.setattr(benchmark, "halves", lambda *args, **options: benchmark.Halves(None, None))
+    monkeypatch.setattr(
+        benchmark, "step_times", lambda *args, **options: benchmark.StepTimes(None, None)
+    )
     assert run(*words) == 0
     rows = json.loads(capfd.readouterr().out)["methods"]
     assert [row["identical_to_plain"] for row in rows] == [None, None]

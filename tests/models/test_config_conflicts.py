@@ -304,7 +304,7 @@ def test_layer_ids_of_a_block_that_differ_are_warned_of(config, layers):
     ],
 )
 def test_masks_of_a_block_that_differ_are_warned_of(config, words):
-    assert words in warned_once(dflash._sights, config, 2)[1]
+    assert words in warned_once(dflash._masks, config, 2)[1]
 
 
 def test_a_block_size_in_two_places_is_warned_of():

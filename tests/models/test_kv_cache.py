@@ -75,6 +75,7 @@ def draw_case(
     "heads,starts,counts,page_size",
     [
         ((4, 2), [0], [1], 4),
+        ((4, 2), [3], [2], 4),
         ((4, 4), [5], [7], 1),
         ((6, 1), [0, 40, 3, 0], [9, 1, 0, 2], 3),  # a request without rows
         ((4, 2), [300, 0, 120], [4, 60, 8], 16),  # several blocks of keys

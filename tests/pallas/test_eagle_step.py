@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jspec.axes import PAD_SLOT
 from jspec.pallas import eagle_step
 from tests.support import recordings
-from tests.support.op_runs import POISON, ROADS, assert_same, padded, run, to_array
+from tests.support.op_runs import BACKENDS, POISON, assert_same, padded, run, to_array
 from tests.support.oracles import ops
 
 SIZES = dict(page_size=4, max_model_len=23)
@@ -24,7 +24,7 @@ def draw(rng, B: int, M: int):
     return positions, rng.integers(0, 50, (B, M)), positions + rng.integers(0, 3, B)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @recordings.each_case("eagle_step_slot_mapping")
 def test_every_recorded_case_comes_out_exactly(road, case):
     _, given, want, scalars = case
@@ -54,21 +54,21 @@ def test_every_recorded_case_comes_out_exactly(road, case):
         assert (slots[most:] == PAD_SLOT).all()
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_slot_0_is_a_slot_like_any_other(road):
     table = [[3, 0, 5], [8, 9, 2]]
     got = run(eagle_step, road, [15, 31], table, [16, 32], page_size=16, max_model_len=40)
     assert_same(got, ([16, 32], [0, 32], [17, 33]))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_a_page_id_whose_slots_would_wrap_around_has_none(road):
     table = [[3, 2**30], [2**31 - 1, 9], [2**27, 2**27 - 1]]
     got = run(eagle_step, road, [15, 3, 15], table, [16, 4, 16], page_size=16, max_model_len=40)
     assert_same(got, ([16, 4, 16], [PAD_SLOT, PAD_SLOT, PAD_SLOT], [17, 5, 17]))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @pytest.mark.parametrize("B,M,num_rows", [(1, 1, 1), (5, 2, 8), (130, 7, 200)])
 def test_any_size_matches_the_loop(road, B, M, num_rows, rng):
     args = draw(rng, B, M)
@@ -76,7 +76,7 @@ def test_any_size_matches_the_loop(road, B, M, num_rows, rng):
     assert_same(run(eagle_step, road, *args, **SIZES, num_rows=num_rows), want)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @given(data=st.data())
 def test_any_contents_match_the_loop(road, data):
     positions = data.draw(st.lists(st.integers(-1, 24), min_size=5, max_size=5))
@@ -87,7 +87,7 @@ def test_any_contents_match_the_loop(road, data):
     assert_same(run(eagle_step, road, positions, table, seq_lens, **SIZES), want)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @pytest.mark.parametrize("poison", [-1, -(2**31), 2**31 - 1])
 def test_a_padded_request_gets_no_slot_whatever_it_holds(road, poison):
     args = [poison, 6], [[poison] * 2, [4, 9]], [poison, 7]
@@ -95,20 +95,20 @@ def test_a_padded_request_gets_no_slot_whatever_it_holds(road, poison):
     assert_same((positions, slots, seq_lens), ([0, 7], [PAD_SLOT, 39], [1, 8]))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_a_page_that_is_pad_has_no_slot(road):
     _, slots, _ = run(eagle_step, road, [2, 3], [[5, -1]] * 2, [3, 4], **SIZES)
     assert slots.tolist() == [23, PAD_SLOT]
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_permuting_the_requests_permutes_the_steps(road, rng):
     args, order = draw(rng, 7, 4), rng.permutation(7)
     moved = run(eagle_step, road, *(x[order] for x in args), **SIZES)
     assert_same(moved, [x[order] for x in run(eagle_step, road, *args, **SIZES)])
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_an_empty_batch_has_padding_slots_alone(road):
     args = np.zeros(0), np.zeros((0, 2)), np.zeros(0)
     positions, slots, seq_lens = run(eagle_step, road, *args, **SIZES, num_rows=3)
@@ -132,7 +132,7 @@ def test_too_few_rows_are_refused():
         eagle_step(*args, **SIZES, num_rows=1)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_64_bit_positions_reach_slots_past_32_bits(road):
     with jax.enable_x64(True):
         positions, lengths = jnp.array([7, POISON]), jnp.array([8, 9], jnp.int32)

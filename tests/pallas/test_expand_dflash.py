@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jspec.axes import PAD_SLOT
 from jspec.pallas import expand_dflash
 from tests.support import recordings
-from tests.support.op_runs import POISON, ROADS, assert_same, bucket, padded, run
+from tests.support.op_runs import BACKENDS, POISON, assert_same, bucket, padded, run
 from tests.support.oracles import ops
 
 STATIC = dict(num_drafts=3, page_size=4, mask_token=7, pad_token=3)
@@ -26,7 +26,7 @@ def draw(rng, B: int, T: int, M: int, longest: int = 6):
     return next_token, positions, query_start, table, rng.integers(0, query_len)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @recordings.each_case("copy_and_expand_dflash_inputs")
 def test_every_recorded_case_comes_out_exactly(road, case):
     _, given, want, scalars = case
@@ -68,7 +68,7 @@ def test_every_recorded_case_comes_out_exactly(road, case):
     assert (rows.context_slots[T:] == PAD_SLOT).all()
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_query_rows_count_on_from_the_last_accepted_position(road):
     context = [50, 60], [0, 1, 2, 6, 7], [0, 3, 5], [[3, 4, 0], [8, 9, 10]]
     static = dict(num_drafts=2, page_size=4, mask_token=99)
@@ -93,7 +93,7 @@ def test_without_rejected_counts_nothing_was_rejected(road, rng):
     assert_same(plain, run(expand_dflash, road, *context, [0, 0, 0], **STATIC)._asdict())
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @pytest.mark.parametrize(
     "B,T,M,max_model_len", [(1, 1, 1, None), (5, 31, 4, 18), (130, 800, 9, None)]
 )
@@ -102,7 +102,7 @@ def test_any_size_matches_the_loop(road, B, T, M, max_model_len, rng):
     assert_same(run(expand_dflash, road, *args, **static), ops.expand_dflash(*args, **static))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @given(data=st.data())
 def test_any_ragged_context_matches_the_loop(road, data):
     query_len = data.draw(st.lists(st.integers(0, 4), min_size=5, max_size=5))
@@ -114,7 +114,7 @@ def test_any_ragged_context_matches_the_loop(road, data):
     assert_same(run(expand_dflash, road, *args, **static), ops.expand_dflash(*args, **static))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_past_the_model_limit_rows_keep_the_last_position_and_no_slot(road):
     args = [5], [6, 7, 8], [0, 3], [[2, 4, 6]], [1]
     rows = run(expand_dflash, road, *args, **STATIC, max_model_len=10)
@@ -123,7 +123,7 @@ def test_past_the_model_limit_rows_keep_the_last_position_and_no_slot(road):
     assert rows.context_slots.tolist() == [18, 19, PAD_SLOT]
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_permuting_the_requests_permutes_their_query_rows(road, rng):
     args, order = draw(rng, 4, 20, 5), [2, 0, 3, 1]
     next_token, positions, query_start, table, rejected = args
@@ -138,7 +138,7 @@ def test_permuting_the_requests_permutes_their_query_rows(road, rng):
         np.testing.assert_array_equal(y.reshape(4, -1), x.reshape(4, -1)[order], err_msg=name)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @pytest.mark.parametrize("B,T", [(0, 4), (3, 0), (0, 0)])
 def test_a_step_without_requests_or_rows_is_all_padding(road, B, T):
     args = np.ones(B), np.ones(T), np.zeros(B + 1), np.ones((B, 2)), np.zeros(B)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jspec.axes import PAD_SLOT
 from jspec.pallas import expand_eagle
 from tests.support import recordings
-from tests.support.op_runs import POISON, ROADS, assert_same, bucket, padded, run
+from tests.support.op_runs import BACKENDS, POISON, assert_same, bucket, padded, run
 from tests.support.oracles import ops
 
 
@@ -30,7 +30,7 @@ def draw(rng, B: int, T: int, longest: int = 6):
 MASK, PAD = -5, -6  # stand-ins for each case's own ids, so that its kernel need not compile anew
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @recordings.each_case("copy_and_expand_eagle_inputs")
 def test_every_recorded_case_comes_out_exactly(road, case):
     _, given, want, scalars = case
@@ -77,7 +77,7 @@ def test_every_recorded_case_comes_out_exactly(road, case):
     assert (rows.hidden_index[query_start[-1] :] == PAD_SLOT).all()
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_shifted_requests_get_the_next_token_and_masks_behind_the_accepted_ones(road):
     args = [10, 11, 12, 13, 20, 21], [4, 5, 6, 7, 0, 1], [100, 200], [0, 4, 6], [1, 5]
     rows = run(expand_eagle, road, *args, num_slots=3, shift=True, mask_token=99)
@@ -93,7 +93,7 @@ def test_shifted_requests_get_the_next_token_and_masks_behind_the_accepted_ones(
     assert_same(rows, want)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_a_draft_model_gets_each_request_whole_with_one_row_more(road):
     args = [10, 11, 12, 20, 21, 22], [0, 1, 2, 7, 8, 9], [100, 200], [0, 3, 6], [2, 4]
     rows = run(expand_eagle, road, *args, num_slots=1, shift=False, mask_token=99)
@@ -109,7 +109,7 @@ def test_a_draft_model_gets_each_request_whole_with_one_row_more(road):
     assert_same(rows, want)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @pytest.mark.parametrize(
     "B,T,num_slots,shift", [(1, 1, 1, True), (5, 31, 4, True), (130, 800, 3, False)]
 )
@@ -119,7 +119,7 @@ def test_any_size_matches_the_loop(road, B, T, num_slots, shift, rng):
     assert_same(run(expand_eagle, road, *args, **static), ops.expand_eagle(*args, **static))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @given(data=st.data())
 def test_any_ragged_step_matches_the_loop(road, data):
     query_len = data.draw(st.lists(st.integers(0, 4), min_size=5, max_size=5))
@@ -132,7 +132,7 @@ def test_any_ragged_step_matches_the_loop(road, data):
         assert_same(run(expand_eagle, road, *args, **static, mask_token=7), want)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_a_padded_request_between_two_others_leaves_their_rows_alone(road, rng):
     args = draw(rng, 2, 12)
     static = dict(num_slots=3, shift=True, mask_token=7)
@@ -153,7 +153,7 @@ def test_a_padded_request_between_two_others_leaves_their_rows_alone(road, rng):
     assert mixed.rejected_mask[cut : cut + 2].all() and not mixed.sample_index[1].any()
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @pytest.mark.parametrize("B,T", [(0, 4), (3, 0), (0, 0)])
 def test_a_step_without_requests_or_rows_is_all_padding(road, B, T):
     args = np.ones(T), np.ones(T), np.ones(B), np.zeros(B + 1), np.zeros(B)

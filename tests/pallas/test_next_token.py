@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jspec.axes import PAD_TOKEN
 from jspec.pallas import next_token
 from tests.support import recordings
-from tests.support.op_runs import KERNELS, POISON, ROADS, assert_same, padded, run
+from tests.support.op_runs import BACKENDS, KERNELS, POISON, assert_same, padded, run
 from tests.support.oracles import ops
 
 VOCAB = 10
@@ -21,7 +21,7 @@ def draw(rng, B: int, W: int):
     return sampled, rng.random(B) < 0.25, rng.integers(0, VOCAB, B)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @recordings.each_case("eagle_prepare_next_token_padded")
 def test_every_recorded_case_comes_out_exactly(road, case):
     _, given, want, scalars = case
@@ -44,14 +44,14 @@ def test_every_recorded_case_comes_out_exactly(road, case):
     assert (token[B:] == POISON).all() and not num_valid[B:].any()
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_the_last_valid_entry_counts_even_after_a_hole(road):
     sampled = [[5, 7, -1], [9, -1, -1], [-1, -1, -1], [3, 200, 4]]
     got = run(next_token, road, sampled, [False] * 4, [11, 12, 13, 14], vocab_size=100)
     assert_same(got, ([7, 9, 13, 4], [2, 1, 0, 2]))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @pytest.mark.parametrize("B,W", [(1, 1), (3, 6), (130, 5)])
 def test_any_size_matches_the_loop(road, B, W, rng):
     sampled, discard, backup = draw(rng, B, W)
@@ -59,7 +59,7 @@ def test_any_size_matches_the_loop(road, B, W, rng):
     assert_same(run(next_token, road, sampled, discard, backup, vocab_size=VOCAB), want)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @given(data=st.data())
 def test_any_contents_match_the_loop(road, data):
     ids = st.sampled_from([PAD_TOKEN, -2, 0, 1, VOCAB - 1, VOCAB, POISON])
@@ -70,7 +70,7 @@ def test_any_contents_match_the_loop(road, data):
     assert_same(run(next_token, road, sampled, discard, backup, vocab_size=VOCAB), want)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_permuting_the_requests_permutes_the_tokens(road, rng):
     args, order = draw(rng, 7, 5), rng.permutation(7)
     plain = run(next_token, road, *args, vocab_size=VOCAB)
@@ -78,7 +78,7 @@ def test_permuting_the_requests_permutes_the_tokens(road, rng):
     assert_same(moved, [x[order] for x in plain])
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_an_empty_batch_has_no_tokens(road):
     sampled, discard = np.zeros((0, 3)), np.zeros(0, bool)
     got = run(next_token, road, sampled, discard, np.zeros(0), vocab_size=VOCAB)

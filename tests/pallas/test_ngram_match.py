@@ -15,7 +15,7 @@ from jspec.pallas import _backend, _dispatch
 from jspec.pallas.ngram_match import ngram_match
 from jspec.proposers import ngram
 from tests.support import recordings
-from tests.support.op_runs import KERNELS, POISON, ROADS, assert_same, padded, run
+from tests.support.op_runs import BACKENDS, KERNELS, POISON, assert_same, padded, run
 from tests.support.oracles import ngram as oracle
 
 LOOKUP = dict(min_n=1, max_n=3, num_drafts=4)
@@ -42,7 +42,7 @@ def test_the_kernel_reproduces_recorded_matches(road, case):
     assert_same(got, (want["gpu_drafts"], want["gpu_num"]))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @pytest.mark.parametrize(
     "B, width, bounds", [(1, 1, (1, 1)), (7, 40, (2, 3)), (3, 1100, (1, 5)), (2, 300, (3, 16))]
 )
@@ -55,7 +55,7 @@ def test_any_size_matches_the_definition(road, B, width, bounds, rng):
     assert_same(got, defined(token_ids, lengths, mask, **kwargs))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @given(data=st.data())
 def test_any_contents_match_the_definition(road, data):
     tokens = st.lists(st.integers(0, 2), min_size=12, max_size=12)
@@ -66,7 +66,7 @@ def test_any_contents_match_the_definition(road, data):
     assert_same(got, defined(token_ids, lengths, mask, **LOOKUP))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_requests_read_their_rows_in_place_and_unused_rows_are_never_read(road, rng):
     token_ids, lengths = oracle.contexts(rng, 6, 30)
     mask = np.ones(6, bool)
@@ -78,7 +78,7 @@ def test_requests_read_their_rows_in_place_and_unused_rows_are_never_read(road, 
     assert_same(got, defined(token_ids, lengths, mask, **LOOKUP))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @pytest.mark.parametrize("slot", [PAD_SLOT, 2, 2**31 - 1, -(2**31)])
 def test_a_row_that_does_not_exist_drafts_nothing(road, slot):
     token_ids, rows = np.ones((2, 8), np.int32), np.array([1, slot], np.int32)
@@ -87,21 +87,21 @@ def test_a_row_that_does_not_exist_drafts_nothing(road, slot):
     assert_same(got, ([[1] * 4, [-1] * 4], [4, 0]))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_a_length_outside_the_row_is_cut_to_it(road):
     token_ids, lengths = np.full((3, 6), 7), np.array([POISON, -POISON, 0])
     got = run(ngram_match, road, token_ids, lengths, np.ones(3, bool), **LOOKUP)
     assert_same(got, ([[7, 7, 7, -1], [-1] * 4, [-1] * 4], [3, 0, 0]))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_a_hole_in_the_source_ends_the_count_of_leading_drafts(road):
     token_ids = [[1, 2, PAD_TOKEN, 3, 1]]
     got = run(ngram_match, road, token_ids, [5], [True], **LOOKUP)
     assert_same(got, ([[2, PAD_TOKEN, 3, 1]], [1]))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_permuting_the_requests_permutes_the_drafts(road, rng):
     args, order = (*oracle.contexts(rng, 7, 20), rng.random(7) < 0.8), rng.permutation(7)
     plain = run(ngram_match, road, *args, **LOOKUP)
@@ -109,7 +109,7 @@ def test_permuting_the_requests_permutes_the_drafts(road, rng):
     assert_same(moved, [x[order] for x in plain])
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_an_empty_batch_has_no_drafts(road):
     args = np.zeros((0, 8)), np.zeros(0), np.zeros(0, bool)
     assert [x.shape for x in run(ngram_match, road, *args, **LOOKUP)] == [(0, 4), (0,)]
@@ -141,7 +141,7 @@ def test_both_searches_of_the_host_find_what_the_definition_says(rng, min_n, max
         assert ([] if end < 0 else [tokens[end]]) == wanted
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_host_and_device_agree_on_long_contexts(road, rng):
     contexts = [x for x in contexts_of_every_kind(rng) if len(x) > 100]
     lengths = np.array([len(x) for x in contexts], np.int32)

@@ -19,7 +19,7 @@ from jspec.pallas import Attended, _backend, _dispatch, paged_attention
 from tests.support.op_runs import POISON
 from tests.support.steps import Row, make_step
 
-ROADS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+BACKENDS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 LAYER = 1
 # float32 sums in another order; the others also round weights to 8 or 11 bits.
 TOLERANCE = {
@@ -116,7 +116,7 @@ def assert_close(got: Attended, wanted, dtype):
     np.testing.assert_allclose(out / share, wanted[2] / share, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("impl", ROADS)
+@pytest.mark.parametrize("impl", BACKENDS)
 @pytest.mark.parametrize("shape,window,dtype", CASES)
 def test_tiles_attend_as_a_plain_loop_does(shape, window, dtype, impl, rng):
     case = draw(rng, *shape, window=window, dtype=dtype)
@@ -124,7 +124,7 @@ def test_tiles_attend_as_a_plain_loop_does(shape, window, dtype, impl, rng):
     assert_close(compiled(impl, scale)(*case), loop(*case, scale=scale), dtype)
 
 
-@pytest.mark.parametrize("impl", ROADS)
+@pytest.mark.parametrize("impl", BACKENDS)
 def test_queries_and_keys_may_differ_in_precision(impl, rng):
     q, k, v, *rest = draw(rng, 3, 2, 5, 24, 4, 9)
     k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
@@ -133,14 +133,14 @@ def test_queries_and_keys_may_differ_in_precision(impl, rng):
     assert_close(got, loop(q, k, v, *rest, scale=0.3), "bfloat16")
 
 
-@pytest.mark.parametrize("impl", ROADS)
+@pytest.mark.parametrize("impl", BACKENDS)
 def test_the_layer_may_be_traced_and_is_read_alone(impl, rng):
     q, k, v, layer, *rest = draw(rng, 2, 2, 3, 8, 4, 6)
     wanted = loop(q, k, v, layer, *rest, scale=0.3)
     assert_close(compiled(impl, 0.3)(q, k, v, jnp.int32(layer), *rest), wanted, "float32")
 
 
-@pytest.mark.parametrize("impl", ROADS)
+@pytest.mark.parametrize("impl", BACKENDS)
 def test_a_page_that_does_not_exist_reads_the_nearest(impl, rng):
     q, k, v = (jnp.asarray(rng.standard_normal(shape), "float32") for shape in [(1, 1, 2, 8)] * 3)
     k, v = (x.reshape(1, 2, 1, 1, 8) for x in (k, v))  # two pages of one slot

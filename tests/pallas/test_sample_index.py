@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jspec.pallas import sample_index
 from tests.support import recordings
-from tests.support.op_runs import POISON, ROADS, assert_same, padded, run
+from tests.support.op_runs import BACKENDS, POISON, assert_same, padded, run
 from tests.support.oracles import ops
 
 
@@ -19,7 +19,7 @@ def draw(rng, B: int):
     return np.cumsum(num_drafts), num_valid, query_start
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @recordings.each_case("eagle_prepare_inputs_padded")
 def test_every_recorded_case_comes_out_exactly(road, case):
     _, given, want, scalars = case
@@ -38,26 +38,26 @@ def test_every_recorded_case_comes_out_exactly(road, case):
     assert (last_index[B:] == query_start[-1] - 1).all() and not num_rejected[B:].any()
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_rejected_rows_lie_between_the_index_and_the_end(road):
     got = run(sample_index, road, [2, 2, 5], [1, 1, 4], [0, 3, 4, 8])
     assert_same(got, ([0, 3, 7], [2, 0, 0]))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_a_request_that_keeps_nothing_points_before_its_first_row(road):
     got = run(sample_index, road, [3, 5], [0, 0], [0, 4, 7])
     assert_same(got, ([-1, 3], [4, 3]))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @pytest.mark.parametrize("B", [1, 3, 130])
 def test_any_size_matches_the_loop(road, B, rng):
     args = draw(rng, B)
     assert_same(run(sample_index, road, *args), ops.sample_index(*args))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 @given(rows=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), min_size=5, max_size=5))
 def test_any_contents_match_the_loop(road, rows):
     num_drafts = np.array([drafts for drafts, _ in rows])
@@ -65,7 +65,7 @@ def test_any_contents_match_the_loop(road, rows):
     assert_same(run(sample_index, road, *args), ops.sample_index(*args))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", BACKENDS)
 def test_an_empty_batch_has_no_rows(road):
     got = run(sample_index, road, np.zeros(0), np.zeros(0), np.zeros(1))
     assert [x.shape for x in got] == [(0,), (0,)]

@@ -13,7 +13,7 @@ from jspec import api
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.models import dflash
 from jspec.models import weights as model_weights
-from jspec.models.dflash import BlockConfig, Sight
+from jspec.models.dflash import AttentionMask, BlockConfig
 from jspec.models.dflash2 import RefineConfig
 from jspec.proposers import dflash as proposer
 from tests.support.steps import Row, make_step
@@ -268,9 +268,9 @@ def test_positions_of_three_axes_are_refused():
         jspec.step(fresh(config, params), scheduled, verified)
 
 
-def test_one_sight_a_layer_is_wanted():
+def test_one_mask_a_layer_is_wanted():
     with pytest.raises(ValueError, match="layer_types"):
-        BlockConfig.tiny(sights=(Sight(),))
+        BlockConfig.tiny(masks=(AttentionMask(),))
     with pytest.raises(ValueError, match="below the vocab_size"):
         dataclasses.replace(jspec.DFlashConfig.tiny(), mask_token=64)
     with pytest.raises(ValueError, match="at most the vocab_size"):

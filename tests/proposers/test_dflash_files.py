@@ -10,7 +10,7 @@ import pytest
 import jspec
 from jspec import proposers
 from jspec.checkpoint import read
-from jspec.models.dflash import Sight
+from jspec.models.dflash import AttentionMask
 from jspec.proposers import dflash as proposer
 from jspec.proposers.loaders import dflash
 from tests.conftest import GOLDEN
@@ -113,7 +113,7 @@ def test_layers_that_a_config_does_not_name_are_spread_over_the_target(
 
 
 @pytest.mark.parametrize(
-    "config, sights",
+    "config, masks",
     [
         ({}, [(False, None), (False, None)]),
         ({"layer_types": [FULL, FULL], "sliding_window": 9}, [(False, None), (False, None)]),
@@ -150,8 +150,8 @@ def test_layers_that_a_config_does_not_name_are_spread_over_the_target(
         ),
     ],
 )
-def test_windows_and_causality_follow_from_the_config(config, sights):
-    assert dflash._sights(config, 2) == tuple(Sight(*sight) for sight in sights)
+def test_windows_and_causality_follow_from_the_config(config, masks):
+    assert dflash._masks(config, 2) == tuple(AttentionMask(*mask) for mask in masks)
 
 
 def test_tensors_under_other_names_go_to_the_same_places(head, target):

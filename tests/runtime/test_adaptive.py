@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from jspec.runtime import policies
-from jspec.runtime.cost_model import Acceptance, Calibration, Guess, Meter
-from jspec.runtime.policies import Adaptive, BatchSizeSchedule, ByEarnings, Costs
+from jspec.runtime.cost_model import Acceptance, Calibration, Guess, LatencyModel
+from jspec.runtime.policies import Adaptive, BatchSizeSchedule, ByThroughput, Costs
 
 COSTS = Costs(passes={1: 10.0, 3: 12.0, 5: 16.0}, drafts={0: 0.0, 2: 0.0, 4: 0.0})
 
@@ -15,7 +15,7 @@ COSTS = Costs(passes={1: 10.0, 3: 12.0, 5: 16.0}, drafts={0: 0.0, 2: 0.0, 4: 0.0
 def one_request(costs=COSTS, **options):
     """A policy of up to four drafts for one request in slot 0."""
     drafting = Adaptive(levels=(0, 2, 4), costs=costs, **options)
-    policy = ByEarnings(drafting, num_drafts=4, max_requests=1)
+    policy = ByThroughput(drafting, num_drafts=4, max_requests=1)
     policy.start(0)
     return policy
 
@@ -198,7 +198,7 @@ def test_more_rows_never_count_as_cheaper():
 def test_requests_share_the_rows_by_their_chances():
     costs = Costs(passes={3: 10.0, 9: 11.0, 15: 100.0}, drafts=COSTS.drafts)
     drafting = Adaptive(levels=(0, 2, 4), costs=costs)
-    policy = ByEarnings(drafting, num_drafts=4, max_requests=3)
+    policy = ByThroughput(drafting, num_drafts=4, max_requests=3)
     for slot, chance in enumerate((0.9, 0.1, 0.6)):
         policy.start(slot)
         policy._requests[slot] = Acceptance([chance] * 4, memory=8.0)
@@ -210,7 +210,7 @@ def test_requests_share_the_rows_by_their_chances():
 
 def test_a_tree_is_verified_whole_or_not_at_all():
     costs = Costs(passes={1: 10.0, 8: 15.0}, drafts={0: 0.0, 7: 0.0})
-    policy = ByEarnings(Adaptive(costs=costs), num_drafts=7, max_requests=1, tree_depth=2)
+    policy = ByThroughput(Adaptive(costs=costs), num_drafts=7, max_requests=1, tree_depth=2)
     assert policy.levels == (0, 7)
     policy.start(0)
     policy._requests[0] = Acceptance([0.5, 0.5], memory=8.0)  # 1.75 / 15 > 1 / 10
@@ -264,7 +264,7 @@ def test_a_policy_at_zero_finds_back_when_drafts_come_true_again():
 
 
 def test_one_slow_step_does_not_count():
-    meter = Meter({1: 2.0, 3: 3.0}, {0: 0.0, 4: 1.0})
+    meter = LatencyModel({1: 2.0, 3: 3.0}, {0: 0.0, 4: 1.0})
     assert [meter.run(1), meter.run(3), meter.draft(4)] == [2.0, 3.0, 1.0]
     for seconds in (300.0, 3.0, 3.0):
         meter.observe(1, 4, seconds)
@@ -272,14 +272,14 @@ def test_one_slow_step_does_not_count():
 
 
 def test_a_machine_that_slows_down_does_so_for_every_shape():
-    meter = Meter({1: 2.0, 3: 3.0}, {0: 0.0, 4: 1.0})
+    meter = LatencyModel({1: 2.0, 3: 3.0}, {0: 0.0, 4: 1.0})
     for _ in range(3):
         meter.observe(1, 0, 4.0)
     assert [meter.run(1), meter.run(3), meter.draft(4)] == [4.0, 6.0, 2.0]
 
 
 def test_a_shape_that_costs_more_than_measured_at_first_is_learned():
-    meter = Meter({1: 2.0, 3: 3.0}, {0: 0.0, 4: 1.0})
+    meter = LatencyModel({1: 2.0, 3: 3.0}, {0: 0.0, 4: 1.0})
     for _ in range(3):
         meter.observe(1, 0, 2.0)
         meter.observe(1, 4, 3.0)
@@ -288,4 +288,4 @@ def test_a_shape_that_costs_more_than_measured_at_first_is_learned():
 
 
 def test_drafting_more_never_counts_as_cheaper():
-    assert Meter({1: 1.0}, {0: 0.0, 2: 0.5, 4: 0.25}).draft(4) == 0.5
+    assert LatencyModel({1: 1.0}, {0: 0.0, 2: 0.5, 4: 0.25}).draft(4) == 0.5

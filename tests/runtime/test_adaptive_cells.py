@@ -18,7 +18,7 @@ from jspec.checkpoint import Model
 from jspec.models.config import ModelConfig
 from jspec.runtime import engine
 from jspec.runtime.engine import Engine
-from jspec.runtime.target import Ran
+from jspec.runtime.target import TargetOutput
 from jspec.state import Verified
 
 TEXTS = Path(__file__).parent / "smollm2_texts.jsonl"
@@ -80,7 +80,7 @@ class Replayed(Engine):
             right = [a == b for a, b in zip(drafts, written, strict=False)]
             kept = written[: len(list(itertools.takewhile(bool, right))) + 1]
             tokens[b, : len(kept)] = kept
-        return Verified(tokens=tokens), Ran(None)
+        return Verified(tokens=tokens), TargetOutput(None)
 
     def _draft(self, scheduled, verified):
         if not self.on_host:

@@ -11,7 +11,7 @@ import pytest
 from jspec.pallas import _backend
 
 KERNELS = ["interpret", *(pytest.param(x, marks=pytest.mark.gpu) for x in ("triton", "mosaic"))]
-ROADS = ["xla", *KERNELS]
+BACKENDS = ["xla", *KERNELS]
 
 POISON = 1_000_003  # an id, page, count and position that no case uses
 

@@ -14,7 +14,7 @@ from jspec._checks import check_at_least, check_bool
 from jspec.checkpoint import Checkpoint, Model, check_layers
 from jspec.models import dflash
 from jspec.models.config import ModelConfig
-from jspec.models.dflash import BlockConfig, DFlash, Sight
+from jspec.models.dflash import AttentionMask, BlockConfig, DFlash
 from jspec.models.dflash2 import RefineConfig
 from jspec.models.hf_decoder import layer_kinds
 from jspec.models.layers import Rules
@@ -190,7 +190,7 @@ def _block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) 
         target.
     """
     _refuse_unsupported(hf, names)
-    # Layers are Qwen3's whatever the target is; what they see is read by `_sights`.
+    # Layers are Qwen3's whatever the target is; what they see is read by `_masks`.
     forced: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
     forced |= {"layer_types": None, "use_sliding_window": False, "sliding_window": None}
     forced |= {"architectures": None}
@@ -222,7 +222,7 @@ def _block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) 
         hidden_layers=_hidden_layers(hf, decoder.num_layers, target.config.num_layers),
         target_size=target_size,
         fuse=switch("dflash", hf, "use_aux_hidden_state", *_PLACES, default=True),
-        sights=_sights(hf, decoder.num_layers),
+        masks=_masks(hf, decoder.num_layers),
         draft_vocab_size=draft_vocab_size,
         refine=refine,
     )
@@ -274,7 +274,7 @@ def _hidden_layers(
     return tuple(ids) if most == num_target_layers else tuple(i + 1 for i in ids)
 
 
-def _sights(hf: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
+def _masks(hf: Mapping[str, Any], num_layers: int) -> tuple[AttentionMask, ...]:
     """Returns what rows see in each layer.
 
     A window: in layers that `layer_types` calls sliding, in all where `use_swa` is set and none is.
@@ -304,7 +304,7 @@ def _sights(hf: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
     check_bool("dflash", **{key: value for key, value in places.items() if value is not None})
     forced = agreed(places, reader="vLLM")
     return tuple(
-        Sight(
+        AttentionMask(
             causal=slides if forced is None else forced,
             window=window if has_window else None,
         )
