@@ -21,7 +21,7 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
     tensors of a leaf.
 
     Args:
-      template: shapes and dtypes of the params, see `abstract_params` of a model.
+      template: shapes and dtypes of the params, see `jspec.models.weights.abstract`.
       rules: where each tensor goes.
       tensors: (name, array) pairs in any order; `rotary_emb.inv_freq` is skipped.
 
