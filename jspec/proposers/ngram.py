@@ -29,7 +29,7 @@ _BLOCK = 64  # tokens that are compared at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class NgramConfig:
+class NgramConfig(_host.HasVocabulary):
     """Chooses how long a suffix is looked up and how much is drafted from its match.
 
     Attributes:
@@ -70,11 +70,6 @@ class NgramConfig:
     def bounds(self) -> tuple[int, int]:
         """Shortest and longest suffix that is looked up, in tokens."""
         return cast(tuple[int, int], (self.prompt_lookup_min, self.prompt_lookup_max))
-
-    @property
-    def id_limit(self) -> int:
-        """Ids at or above it, like negative ones, count as PAD."""
-        return _host.id_limit(self.vocab_size)
 
     @classmethod
     def tiny(cls):

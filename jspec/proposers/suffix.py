@@ -24,7 +24,7 @@ from jspec.suffix import SuffixDecodingCache
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuffixConfig:
+class SuffixConfig(_host.HasVocabulary):
     """Chooses how sure a draft must be and how much is remembered.
 
     Attributes:
@@ -88,11 +88,6 @@ class SuffixConfig:
     def most_drafts(self) -> int:
         """`num_drafts`, which is None in the signature alone."""
         return cast(int, self.num_drafts)
-
-    @property
-    def id_limit(self) -> int:
-        """Ids at or above it, like negative ones, count as PAD."""
-        return _host.id_limit(self.vocab_size)
 
     @classmethod
     def tiny(cls):
