@@ -85,7 +85,8 @@ def reasons_of(
     for suffix, (key, shape) in wanted.items():
         found = [name for name in shapes if name.endswith(suffix) and shapes[name] != shape]
         if found:
-            told.append(f"{key} asks for {shape}, and {found[0]} is {shapes[found[0]]}.")
+            value = f" is {hf[key]} and" if key in hf else ""
+            told.append(f"{key}{value} asks for {shape}, and {found[0]} is {shapes[found[0]]}.")
     return told
 
 
