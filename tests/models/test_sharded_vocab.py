@@ -56,7 +56,7 @@ params = llama.init_params(config.model, jax.random.key(0), "float32")
 cache = CacheConfig(num_pages=8, page_size=4, max_model_len=16, dtype="float32")
 temperature, seed = np.array([0, 0.9], np.float32), np.array([1, 2], np.int32)
 batch = dataclasses.replace(prepare(*step, vocab_size=64), temperature=temperature, seed=seed)
-memory = draft_model.init(config, params, cache, 2)
+memory = draft_model.PROPOSER.init(config, params, cache, 2)
 propose = jax.jit(draft_model.propose, static_argnums=(0, 4))
 _, wanted = propose(config, params, memory, batch, 3)
 assert wanted.num_drafts.tolist() == [3, 3]

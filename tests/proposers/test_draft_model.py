@@ -230,7 +230,7 @@ def test_hidden_states_and_logits_of_the_draft_path_are_the_recorded_ones(monkey
     monkeypatch.setattr(llama, "Llama", Watched)
     config = DraftModelConfig(num_drafts=num_drafts, model=model.config)
     cache = jspec.CacheConfig(num_pages=40, page_size=5, max_model_len=60, dtype="float32")
-    memory = draft_model.init(config, model.params, cache, num_prompts)
+    memory = draft_model.PROPOSER.init(config, model.params, cache, num_prompts)
     texts = [[*data[f"prompt_{i}"], *data[f"continuation_{i}"]] for i in range(num_prompts)]
     lens = [len(data[f"prompt_{i}"]) for i in range(num_prompts)]
     rows = [
@@ -291,12 +291,12 @@ def test_a_plain_model_loads_as_a_drafter_that_shares_nothing(target):
 
 @pytest.mark.parametrize("name", ["target_llama", "target_qwen3_tied", "draft_llama_small"])
 def test_whole_models_are_recognised(name):
-    assert draft_model.recognises(*named(name))
+    assert draft_model.PROPOSER.recognises(*named(name))
 
 
 @pytest.mark.parametrize("name", ["eagle1_llama", "eagle3_llama", "medusa_llama_vllm", "mimo_mtp"])
 def test_heads_are_not(name):
-    assert not draft_model.recognises(*named(name))
+    assert not draft_model.PROPOSER.recognises(*named(name))
 
 
 def named(name):
