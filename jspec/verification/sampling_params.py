@@ -1,4 +1,4 @@
-"""How the requests of a call are sampled: checked once, then laid out beside each step."""
+"""Sampling parameters: checked once a call, then gathered for the requests of each step."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from jspec.state import Scheduled
 
 
 class SamplingParams(NamedTuple):
-    """Numbers of each prompt; None where no prompt asks for any.
+    """Sampling parameters of each prompt; None where no prompt sets any.
 
     Attributes:
       temperature: float32; 0 is greedy.
-      seed: int32; a prompt's draws depend on it and on their positions alone.
+      seed: int32; a prompt's tokens depend on it and on their positions alone.
       top_k, top_p, min_p: see `jspec.verification.sampling.constrain`.
     """
 
@@ -49,7 +49,7 @@ def sampling_params(
     top_p: Any = None,
     min_p: Any = None,
 ) -> SamplingParams | None:
-    """Reads what users ask for: one number for all prompts, or one for each.
+    """Checks sampling arguments and broadcasts them: one number for all prompts, or one for each.
 
     Args:
       owner: function that the arguments were passed to.
@@ -64,8 +64,8 @@ def sampling_params(
       The numbers, None where everything is greedy.
 
     Raises:
-      ValueError: a number is out of range, their count is another than that of the prompts, or
-        there is no temperature that they could go with.
+      ValueError: a number is out of range, a list has another length than the prompts, or a
+        parameter is given without a temperature.
     """
     others = {"seed": seed, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     if temperature is None:
