@@ -19,10 +19,10 @@ from jspec.state import Drafts, Params, Scheduled, Verified
 
 
 class StepTimes(NamedTuple):
-    """Mean times of a step that reads no prompt; None without such a step.
+    """Mean latencies of steps that read no prompt; None without such a step.
 
     Attributes:
-      draft_ms: drafting, from the call until the drafts are there.
+      draft_ms: drafting, until the drafts are computed.
       verify_ms: the pass of the target, verification included.
     """
 
@@ -45,9 +45,9 @@ def summary(method: str, num_drafts: int, report: Report, plain: Report | None =
       plain: plain decoding of the same prompts, where it was run.
 
     Returns:
-      Counts, rates and speeds. `mean_acceptance_length` is of passes with drafts alone, and 1.0
-      without one, as each pass gives the target's own token; `tokens_per_step` is of all passes. A
-      rate without a draft is 0.0; what was not measured is None.
+      Counts, rates and throughput. `mean_acceptance_length` is of passes with drafts, 1.0 without
+      one, as each pass gives the target's own token; `tokens_per_step` is of all passes. Rates
+      without a draft are 0.0; figures that were not measured are None.
     """
     stats = report.stats
     result: dict[str, Any] = {
@@ -87,7 +87,7 @@ def run(
     on_tokens: OnTokens | None = None,
     **options: Any,
 ) -> Report:
-    """Decodes prompts with everything compiled before the clock starts.
+    """Decodes prompts, after a warm-up that is not timed.
 
     Args:
       model: the target.
@@ -95,10 +95,10 @@ def run(
       config: the drafter's; None for plain decoding.
       params: the drafter's weights.
       max_tokens: most tokens to add to each prompt.
-      cache: sizes; runs that are compared take the same.
+      cache: sizes; the same in runs that are compared.
       max_requests: prompts decoded at the same time.
       on_tokens: see `jspec.generate`.
-      **options: how tokens are chosen; with a drafter, how drafts are made and verified, too: see
+      **options: of sampling and, with a drafter, of drafting and verification: see
         `jspec.generate`.
     """
     sizes = {"max_tokens": max_tokens, "cache": cache}
@@ -115,12 +115,12 @@ def run(
 
 
 def _of_first(option: Any) -> Any:
-    """Returns the first prompt's value of an option; sampling compiles for its shape."""
+    """Returns an option for the first prompt alone."""
     return option if option is None or np.ndim(option) == 0 else option[:1]
 
 
 _NEVER = NgramConfig(num_drafts=1), BatchSizeSchedule([(1, 1, 0)])
-"""Plain decoding of a batch: a drafter whose number of drafts is always 0."""
+"""Plain decoding of a batch: a drafter and a policy that always chooses 0 drafts."""
 
 
 def step_times(
@@ -130,7 +130,7 @@ def step_times(
     params: Params = None,
     **options: Any,
 ) -> StepTimes:
-    """Times drafting and verification apart, in a run of their own that waits after each.
+    """Times drafting and verification separately, in a run that waits for the device after each.
 
     Args, options: as `run`.
     """
@@ -146,7 +146,7 @@ def step_times(
 
 
 class _Timed(Engine):
-    """A loop that waits after each half of a step, and lists their seconds."""
+    """An engine that waits for the device after verification and after drafting, and times both."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
