@@ -1,4 +1,4 @@
-"""`python -m jspec bench`: the same prompts with every drafter, in one table."""
+"""`python -m jspec bench`: decodes the same prompts with every drafter, for one table."""
 
 import argparse
 import importlib.util
@@ -19,6 +19,8 @@ from jspec.demo.prompts import demo_prompts
 from jspec.proposers.base import Drafter
 from jspec.runtime import benchmark, replay, scheduling
 
+HELP = "decode the same prompts with every drafter, and compare"
+
 EXAMPLES = """examples:
   python -m jspec bench --model smollm2 --max-tokens 64
   python -m jspec bench --model path/to/folder --drafter eagle3=path/to/head \\
@@ -32,16 +34,9 @@ _COLUMNS = (
 )
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to a parser's commands."""
-    bench = commands.add_parser(
-        "bench",
-        help="decode the same prompts with every drafter, and compare",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    bench.set_defaults(run=_run)
-    add = bench.add_argument
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    add = parser.add_argument
     add("--model", required=True, help=models.HELP)
     add(
         "--methods",
@@ -61,13 +56,14 @@ def add_to(commands: Any) -> None:
     prompts.add_form_options(add)
     decoding.add_options(add)
     add("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
-    forms = bench.add_mutually_exclusive_group()
+    forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print one JSON object")
     forms.add_argument("--markdown", action="store_true", help="print a table in Markdown")
     add("--picture", metavar="FILE", help="draw the table, too: .png, .pdf or .svg")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command, and returns its exit code."""
     if arguments.picture is not None:
         check_picture("--picture", Path(arguments.picture))
     paths = _paths(arguments.drafter)
@@ -115,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(header | {"methods": rows}))
     elif arguments.markdown:
-        print("\n".join([setting, "", *_markdown(rows)]))  # without the blank line it is no table
+        print("\n".join([setting, "", *_markdown(rows)]))  # the blank line starts the table
     else:
         print("\n".join([setting, *_table(rows)]))
     if arguments.picture is not None:
@@ -124,7 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def check_picture(option: str, output: Path) -> None:
-    """Raises ValueError or ImportError for a picture that could not be written."""
+    """Raises ValueError or ImportError if a picture cannot be written."""
     fits = output.suffix in (".png", ".pdf", ".svg") and not output.is_dir()
     if not fits or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         raise ValueError(
@@ -136,7 +132,7 @@ def check_picture(option: str, output: Path) -> None:
 
 
 def _paths(words: list[str]) -> dict[str, Path]:
-    """Reads `--drafter METHOD=PATH`; drafters of the hub may be fetched."""
+    """Parses `--drafter METHOD=PATH`; drafters of the hub may be fetched."""
     paths: dict[str, Path] = {}
     for word in words:
         method, equals, path = word.partition("=")
@@ -204,7 +200,7 @@ def _measure(
             step_times = benchmark.step_times(model, first, *drafter, **options, **drafting)
         finally:
             progress.finish()
-        if not sys.stderr.isatty():  # where no progress line is shown: a sign of life
+        if not sys.stderr.isatty():  # no progress line is shown there
             speed = f"{report.tokens_per_second:.1f} tokens/s"
             print(f"{method}: {len(ids)} prompts, {speed}", file=sys.stderr, flush=True)
         plain = plain or report

@@ -1,4 +1,4 @@
-"""`python -m jspec generate`: prompts continued by a model on disk."""
+"""`python -m jspec generate`: continues prompts with a model on disk."""
 
 import argparse
 import json
@@ -11,6 +11,8 @@ from jspec.cli import comparison, decoding, drafters, models, prompts
 from jspec.cli.streaming import Ends, Progress, Records, Text
 from jspec.runtime import benchmark, scheduling
 from jspec.runtime.scheduling import OnTokens
+
+HELP = "continue prompts with a model on disk"
 
 EXAMPLES = """examples:
   python -m jspec generate --model smollm2 --prompt "Write a haiku about rivers."
@@ -25,16 +27,9 @@ EXAMPLES = """examples:
 """
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to a parser's commands."""
-    generate = commands.add_parser(
-        "generate",
-        help="continue prompts with a model on disk",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    generate.set_defaults(run=_run)
-    add = generate.add_argument
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    add = parser.add_argument
     add("--model", required=True, help=models.HELP)
     add("--drafter", metavar="PATH", help=f"drafter with weights: {drafters.HELP}")
     methods = ", ".join(proposers.REGISTRY)
@@ -63,7 +58,8 @@ def add_to(commands: Any) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command, and returns its exit code."""
     method, config, params, path = arguments.method or "ngram", None, None, None
     prompts.check_form(arguments)
     _check_samples(arguments)
@@ -108,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
         records = Records(tokenizer, ends, begun, shown=len(begun) > 1)
     shown: list[OnTokens] = [records or Text(tokenizer, ends, _titles(asked, num_samples))]
     progress = None
-    if arguments.json or not sys.stdout.isatty():  # else the text itself shows how far it got
+    if arguments.json or not sys.stdout.isatty():  # else the text itself shows the progress
         progress = Progress(method, len(ids))
         shown.insert(0, progress)
     elif sys.stderr.isatty():
@@ -132,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> int:
     result = benchmark.summary(method, num_drafts, report, plain)
     result["skipped_prompts"] = num_skipped
     if not decoding.keeps_tokens(arguments):
-        result["identical_to_plain"] = None  # they share a distribution, which no run can show
+        result["identical_to_plain"] = None  # the tokens have the same distribution only
     result |= comparison.differences(
         *(model, ids, report, plain if result["identical_to_plain"] is False else None),
         cache=cache,
@@ -143,7 +139,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_plain(arguments: argparse.Namespace) -> None:
-    """Refuses options of drafting where nothing drafts."""
+    """Raises ValueError for drafting options without a drafter."""
     given = {
         "--adaptive": arguments.adaptive,
         "--no-adaptive": arguments.adaptive is False,
@@ -167,7 +163,7 @@ def _check_samples(arguments: argparse.Namespace) -> None:
 def _begun(
     asked: Sequence[prompts.Asked], ids: Sequence[Sequence[int]], seeds: Sequence[int | None]
 ) -> list[dict[str, Any]]:
-    """Lists what is known of each sample of each prompt before it is decoded."""
+    """Returns the first fields of the JSON record of each sample of each prompt."""
     samples = [(*pair, n) for pair in enumerate(asked) for n in range(len(seeds))]
     return [
         {
@@ -193,7 +189,7 @@ def _titles(asked: Sequence[prompts.Asked], num_samples: int) -> list[str]:
 
 
 def _print(result: dict[str, Any], records: Records | None) -> None:
-    """Prints the figures of a run; as JSON, with what there is of a lone prompt."""
+    """Prints the figures of a run; as JSON, with the record of a single prompt."""
     if records is None:
         for name, value in result.items():
             if value is not None:

@@ -1,4 +1,4 @@
-"""Reading of prompts: texts, files, JSON lines."""
+"""Prompts of a command: reading from options, files and JSON lines; encoding."""
 
 import argparse
 import io
@@ -17,10 +17,10 @@ Prompt: TypeAlias = str | list[dict[str, str]]
 """A text, or the messages of a conversation."""
 
 _KEYS = ("role", "content")
-"""What a message has."""
+"""Keys of a message."""
 
 _UNSUPPORTED = ("tools", "documents", "chat_template_kwargs")
-"""What a line may have beside messages, for templates that take it."""
+"""Other keys of a line that transformers passes to chat templates."""
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 """Byte-order marks."""
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
 
     Attributes:
       prompt: text or conversation.
-      place: where it stands, for errors: option, file, line.
+      place: option, or file and line, for messages.
     """
 
     prompt: Prompt
@@ -42,9 +42,9 @@ class Encoded(NamedTuple):
     """Prompts that can be decoded.
 
     Attributes:
-      asked: as they were written.
+      asked: the prompts.
       ids: their tokens.
-      num_skipped: prompts that were left out.
+      num_skipped: prompts that were skipped.
     """
 
     asked: list[Asked]
@@ -53,10 +53,10 @@ class Encoded(NamedTuple):
 
 
 class BadPrompts:
-    """Takes the errors of prompts that cannot be decoded: raises the first, or counts them.
+    """Handles errors of prompts that cannot be decoded: raises the first, or counts them.
 
     Args:
-      skip: whether they are left out, each with a line on standard error.
+      skip: whether such prompts are skipped, each with a line on standard error.
     """
 
     def __init__(self, skip: bool = False):
@@ -84,7 +84,7 @@ def add_options(add: Callable[..., Any]) -> None:
 
 
 def add_form_options(add: Callable[..., Any]) -> None:
-    """Adds the options of how prompts are read and become tokens to a command."""
+    """Adds the options of reading and encoding prompts to a command."""
     add(
         "--prompt-format",
         choices=("text", "jsonl"),
@@ -126,11 +126,11 @@ def read(arguments: argparse.Namespace, bad: BadPrompts) -> list[Asked]:
 
     Args:
       arguments: the command's.
-      bad: what becomes of lines that are no prompt.
+      bad: handles malformed lines.
 
     Raises:
-      ValueError: there is no prompt, a line is none, or a file is no text. OSError: a file cannot
-        be read.
+      ValueError: there is no prompt, a line is malformed, or a file is no text. OSError: a file
+        cannot be read.
     """
     texts = arguments.prompt or ()
     asked = []
@@ -151,7 +151,7 @@ def read_file(
 
     Args:
       name: of the file.
-      bad: what becomes of lines that are no prompt.
+      bad: handles malformed lines.
       prompt_format: "jsonl" has a prompt a line, "text" is a single one; None = by the name.
       most: most prompts to read; None = all.
 
@@ -181,7 +181,7 @@ def _read_text(name: str) -> str:
         raise ValueError(
             f"{name} is UTF-16 text, wanted UTF-8. Save it as UTF-8 (iconv -f UTF-16 -t UTF-8)."
         )
-    try:  # without the mark that some editors begin UTF-8 files with; lines end in \n
+    try:  # without a byte-order mark; lines end in \n
         return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is no UTF-8 text ({error}). Save it as UTF-8.") from error
@@ -207,24 +207,23 @@ def encode(
     raw: bool,
     special_tokens: bool = True,
 ) -> Encoded:
-    """Encodes prompts in the model's chat form, or as they stand, and checks their tokens.
+    """Encodes prompts with the model's chat template, or unchanged, and checks their tokens.
 
-    Texts for a model without a chat template are taken as they stand, and a line on standard error
-    says so.
+    Texts for a model without a chat template are encoded unchanged, with a line on standard error.
 
     Args:
       tokenizer: the model's.
       asked: of `read`.
-      bad: what becomes of prompts that cannot be decoded.
+      bad: handles prompts that cannot be decoded.
       model: the target's config.
       vocab_sizes: of the drafters, where they have one.
-      raw: whether prompts are taken as they stand.
-      special_tokens: whether texts that are taken as they stand get what the tokenizer adds to
+      raw: whether prompts are encoded unchanged.
+      special_tokens: whether unchanged texts get the special tokens that the tokenizer adds to
         every text, such as BOS.
 
     Raises:
-      ValueError: a conversation is to be taken as it stands, its template does not take it, or its
-        tokens do not fit the model; or no prompt is left.
+      ValueError: a conversation is to be encoded unchanged, the template refuses it, or the model
+        cannot take its tokens; or no prompt is left.
     """
     texts = [_only_text(each.prompt) for each in asked]
     if not raw and not tokenizer.chat_template and any(text is not None for text in texts):
@@ -275,7 +274,7 @@ def _check_tokens(place: str, tokens: list[int], max_positions: int, vocab_size:
 
 
 def _only_text(prompt: Prompt) -> str | None:
-    """Returns what the user says, None for a conversation of several messages."""
+    """Returns the user's text; None for a conversation of several messages."""
     if isinstance(prompt, str):
         return prompt
     lone = len(prompt) == 1 and prompt[0]["role"] == "user"
@@ -303,7 +302,7 @@ def _parse(line: str, place: str) -> Prompt:
 
 
 def _checked(prompt: Prompt, place: str) -> Prompt:
-    """Returns a prompt, or raises ValueError for half a surrogate pair: no tokenizer takes it."""
+    """Returns a prompt; raises ValueError for half a surrogate pair, which tokenizers refuse."""
     parts = [prompt] if isinstance(prompt, str) else [m[k] for m in prompt for k in _KEYS]
     for text in parts:
         try:
