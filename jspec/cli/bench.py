@@ -255,11 +255,9 @@ def _markdown(rows: list[dict[str, Any]]) -> list[str]:
 
 def _draw(rows: list[dict[str, Any]], output: Path, *, title: str) -> None:
     """Draws acceptance by position and tokens a second."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     drafted = rows[1:]
     plot_acceptance(left, {row["method"]: row["acceptance_per_position"] for row in drafted})

@@ -17,6 +17,8 @@ EXAMPLES = """examples:
   python -m jspec bench-drafts requests.jsonl --method ngram --method suffix --json
 """
 
+_FIGURES = ("acceptance_length", "acceptance_rate", "drafted_share", "draft_us_per_token")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
@@ -73,12 +75,7 @@ def _segment(name: str, by_method: dict[str, dict[str, replay.Tally]]) -> dict[s
         "tokens": any_tally.num_tokens,
         "winner": replay.winner(tallies),
         "drafters": {
-            method: {
-                "acceptance_length": tally.acceptance_length,
-                "acceptance_rate": tally.acceptance_rate,
-                "drafted_share": tally.drafted_share,
-                "draft_us_per_token": tally.draft_us_per_token,
-            }
+            method: {name: getattr(tally, name) for name in _FIGURES}
             for method, tally in tallies.items()
         },
     }

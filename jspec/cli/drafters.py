@@ -72,17 +72,9 @@ def without_weights(method: str, arguments: argparse.Namespace, others: Sequence
 
 
 def find(option: str, name: str) -> Path:
-    """Returns the path of a drafter on disk; one of the hub may be fetched.
-
-    Raises:
-      ValueError, FileNotFoundError: nothing is there.
-    """
-    return models.find_on_disk(
-        option,
-        name,
-        "Pass a folder of a draft head or a draft model, owner/name of one on the hub, or a .gguf "
-        "file.",
-    )
+    """Returns the path of a drafter, as `jspec.cli.models.find_on_disk`."""
+    wanted = "a folder of a draft head or a draft model, owner/name of one on the hub, or a .gguf"
+    return models.find_on_disk(option, name, f"Pass {wanted} file.")
 
 
 def check_method(arguments: argparse.Namespace) -> None:

@@ -37,11 +37,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def find(option: str, name: str) -> Path:
-    """Returns the path of a model on disk; SmolLM2 and models of the hub are fetched.
-
-    Raises:
-      ValueError, FileNotFoundError: nothing is there.
-    """
+    """Returns the path of a model, as `find_on_disk`; SmolLM2 is fetched."""
     if name == "smollm2":
         return fetch_smollm2(progress=False)
     return find_on_disk(

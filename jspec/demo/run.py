@@ -1,4 +1,4 @@
-"""The demo: a published model decodes real text, with and without drafts."""
+"""`python -m jspec demo`: SmolLM2 decodes the suite with and without drafts."""
 
 import time
 from pathlib import Path
@@ -22,12 +22,12 @@ from jspec.text import Tokenizer
 
 NUM_DRAFTS = 7
 METHODS = ("ngram", "ngram_gpu")
-NUM_PROMPTS = {"copy": 4, "humaneval": 3, "chat": 2}  # of the suite; what two cores do in time
+NUM_PROMPTS = {"copy": 4, "humaneval": 3, "chat": 2}  # of the suite: about a minute on two cores
 CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float32")
 
 
 class Result(NamedTuple):
-    """One line of the table: a drafter's figures on one kind of prompt."""
+    """A row of the table: a drafter's figures on one kind of prompt."""
 
     kind: str
     numbers: dict[str, Any]
@@ -38,7 +38,7 @@ def run(*, max_tokens: int, output: Path) -> int:
 
     Args:
       max_tokens: most tokens to add to each prompt.
-      output: where the picture goes.
+      output: path of the picture.
 
     Returns:
       Exit code: 0 if every drafter gave the tokens of plain decoding, else 1.
@@ -94,7 +94,7 @@ def _show_one(
     ids: list[int],
     max_tokens: int,
 ) -> None:
-    """Streams one continuation; accepted drafts stand out."""
+    """Streams one continuation, with accepted drafts underlined."""
     stream = tokenizer.stream()
 
     def show(index: int, tokens: list[int], num_accepted: int) -> None:
@@ -146,11 +146,9 @@ def _table(results: list[Result]) -> Table:
 
 def _picture(results: list[Result], output: Path) -> None:
     """Draws acceptance by position and tokens a second."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     kinds = list(dict.fromkeys(result.kind for result in results))
     ngram = {r.kind: r.numbers for r in results if r.numbers["method"] == "ngram"}
@@ -168,7 +166,7 @@ def _picture(results: list[Result], output: Path) -> None:
             speeds,
             0.93 * width,
             label=method,
-            color=f"C{len(kinds) + i}" if i else "silver",  # no colour of the left half again
+            color=f"C{len(kinds) + i}" if i else "silver",  # other colours than in the left half
         )
         right.bar_label(bars, fmt="%.0f")
     right.set_xticks(range(len(kinds)), kinds)

@@ -30,11 +30,6 @@ class StepTimes(NamedTuple):
     verify_ms: float | None
 
 
-def identical(report: Report, plain: Report) -> bool:
-    """Tells whether two runs continued every prompt with the same tokens."""
-    return report.generations == plain.generations
-
-
 def summary(method: str, num_drafts: int, report: Report, plain: Report | None = None) -> dict:
     """Lists the figures of a run, ready for JSON.
 
@@ -71,7 +66,7 @@ def summary(method: str, num_drafts: int, report: Report, plain: Report | None =
         result["plain_tokens_per_second"] = plain.tokens_per_second
         if plain.tokens_per_second:  # 0.0 where every prompt ended with its first token
             result["speedup"] = report.tokens_per_second / plain.tokens_per_second
-        result["identical_to_plain"] = identical(report, plain)
+        result["identical_to_plain"] = report.generations == plain.generations
     return result
 
 

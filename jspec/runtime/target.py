@@ -219,6 +219,6 @@ def _rejection_sampling(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def widen(probs: Float[Array, "B K V"], columns: int) -> Float[Array, "B columns V"]:
+def widen(probs: Float[Array, "B K V"], num_drafts: int) -> Float[Array, "B K2 V"]:
     """Pads the drafts' axis, so that the target's executables are the same for all draft counts."""
-    return jnp.pad(probs, ((0, 0), (0, columns - probs.shape[1]), (0, 0)))
+    return jnp.pad(probs, ((0, 0), (0, num_drafts - probs.shape[1]), (0, 0)))

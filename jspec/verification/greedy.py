@@ -98,12 +98,12 @@ def tree(
     token = chosen[:, 0]
     tokens, path = [token], []
     for _ in range(depth):
-        fits = is_node & (parents == at[:, None]) & (drafts == token[:, None])
-        on_path &= fits.any(axis=1)
-        at = jnp.where(on_path, jnp.argmax(fits, axis=1).astype(jnp.int32), PAD_TOKEN)
+        matches = is_node & (parents == at[:, None]) & (drafts == token[:, None])
+        on_path &= matches.any(axis=1)
+        at = jnp.where(on_path, jnp.argmax(matches, axis=1).astype(jnp.int32), PAD_TOKEN)
         token = jnp.take_along_axis(chosen, at[:, None] + 1, axis=1, mode="clip")[:, 0]
         tokens.append(jnp.where(on_path, token, PAD_TOKEN))
         path.append(at)
-    steps = jnp.stack(path, axis=1)  # [B, J]
-    num_accepted = (steps != PAD_TOKEN).sum(axis=1, dtype=jnp.int32)
-    return Verified(tokens=jnp.stack(tokens, axis=1)), steps, num_accepted
+    nodes = jnp.stack(path, axis=1)  # [B, J]
+    num_accepted = (nodes != PAD_TOKEN).sum(axis=1, dtype=jnp.int32)
+    return Verified(tokens=jnp.stack(tokens, axis=1)), nodes, num_accepted
