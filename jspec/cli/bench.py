@@ -77,13 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = models.open_model(arguments.model, arguments.dtype, quiet=arguments.json)
     loaded = {m: Drafter(config, None) for m, config in configs.items()}
     for method, path in paths.items():
-        sampling = arguments.draft_sampling
-        options = {} if sampling is None else {"draft_sampling": sampling}
-        loaded[method] = drafters.open_drafter(
-            path, model, method=method, num_drafts=arguments.num_drafts, **options
-        )
+        loaded[method] = drafters.from_disk(path, arguments, model, method)
     tokenizer = models.open_tokenizer(model, arguments.chat_template)
-    _, ids, num_skipped = prompts.encode(
+    _, ids = prompts.encode(
         tokenizer,
         asked,
         bad,
@@ -98,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         "model": arguments.model,
         "suite": arguments.suite,
         "prompts": len(ids),
-        "skipped_prompts": num_skipped,
+        "skipped_prompts": bad.num_skipped,
         "max_tokens": arguments.max_tokens,
         "batch_size": arguments.batch_size,
         "dtype": arguments.dtype,
@@ -197,7 +193,7 @@ def _measure(
         try:
             report = benchmark.run(model, ids, *drafter, on_tokens=progress, **options, **drafting)
             first = ids[: arguments.batch_size]
-            step_times = benchmark.step_times(model, first, *drafter, **options, **drafting)
+            latencies = benchmark.step_times(model, first, *drafter, **options, **drafting)
         finally:
             progress.finish()
         if not sys.stderr.isatty():  # no progress line is shown there
@@ -205,7 +201,7 @@ def _measure(
             print(f"{method}: {len(ids)} prompts, {speed}", file=sys.stderr, flush=True)
         plain = plain or report
         num_drafts = drafter.config.num_drafts if drafter.config else 0
-        row = benchmark.summary(method, num_drafts, report, plain) | step_times._asdict()
+        row = benchmark.summary(method, num_drafts, report, plain) | latencies
         if method == "none" or not decoding.keeps_tokens(arguments):
             row["identical_to_plain"] = None
         row |= comparison.differences(

@@ -3,9 +3,9 @@
 import argparse
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,18 +49,6 @@ _OF_TEXT = (
 
 _TEMPLATES = "additional_chat_templates"
 """Folder of further chat templates beside them."""
-
-
-class _Origin(NamedTuple):
-    """The folder that a drafter came from.
-
-    Attributes:
-      config: content of its config.json.
-      names: of its tensors.
-    """
-
-    config: Mapping[str, Any]
-    names: Collection[str]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -137,13 +125,13 @@ def _rewrite(source: Path, destination: Path, arguments: argparse.Namespace) -> 
     return 0
 
 
-def _origin(source: Path) -> _Origin | None:
-    """Describes the source of a drafter; None for a saved one without `_ORIGIN`."""
+def _origin(source: Path) -> dict[str, Any] | None:
+    """Returns `config` and tensor `names` of a drafter's source; None if it is unknown."""
     if models.is_saved(source):
         file = source / _ORIGIN
-        return _Origin(**read_json(file)) if file.is_file() else None
+        return read_json(file) if file.is_file() else None
     opened = checkpoint.read(source)
-    return _Origin(opened.config, opened.names)
+    return {"config": opened.config, "names": opened.names}
 
 
 def _texts(source: Path, found: Model | Drafter) -> dict[str, bytes]:
@@ -172,11 +160,11 @@ def _texts(source: Path, found: Model | Drafter) -> dict[str, bytes]:
     return texts
 
 
-def _write_beside(folder: Path, origin: _Origin | None, texts: Mapping[str, bytes]) -> None:
+def _write_beside(folder: Path, origin: Any, texts: Mapping[str, bytes]) -> None:
     """Adds origin and texts to a saved folder."""
     try:
         if origin is not None:
-            (folder / _ORIGIN).write_text(json.dumps(origin._asdict(), indent=1), "utf-8")
+            (folder / _ORIGIN).write_text(json.dumps(origin, indent=1), "utf-8")
         for name, text in texts.items():
             (folder / _TEXTS / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / _TEXTS / name).write_bytes(text)
@@ -186,7 +174,7 @@ def _write_beside(folder: Path, origin: _Origin | None, texts: Mapping[str, byte
 
 
 def _write_drafter(
-    folder: Path, drafter: Drafter, origin: _Origin | None, texts: Mapping[str, bytes]
+    folder: Path, drafter: Drafter, origin: dict[str, Any] | None, texts: Mapping[str, bytes]
 ) -> None:
     """Writes a drafter with the config.json and the tensor names of the folder it came from.
 
@@ -205,8 +193,8 @@ def _write_drafter(
             f"a drafter of method {proposer.name} that drafts in parallel is not written in "
             "Hugging Face form: its mask_hidden was fused. Keep the folder that it came from."
         )
-    table = proposer.rules(drafter.config, origin.names)
-    rules = {name: table.get(name) for name in origin.names}
+    table = proposer.rules(drafter.config, origin["names"])
+    rules = {name: table.get(name) for name in origin["names"]}
     maps = [n for n, place in rules.items() if place is not None and place.path == ("target_ids",)]
     if "target_ids" not in params:  # an identity map, which params leave out
         rules |= dict.fromkeys(maps)
@@ -214,9 +202,10 @@ def _write_drafter(
         ids = np.asarray(params["target_ids"])
         params = params | {"target_ids": ids - np.arange(len(ids), dtype=ids.dtype)}
     tables = ("embed", "head", "target_ids")  # the first two may be the target's
+    hf = origin["config"]
     own = jax.tree.leaves({key: part for key, part in params.items() if key not in tables})
-    stated = {key: own[0].dtype.name for key in ("torch_dtype", "dtype") if key in origin.config}
-    content = {**origin.config, **stated}
+    stated = {key: own[0].dtype.name for key in ("torch_dtype", "dtype") if key in hf}
+    content = {**hf, **stated}
     write_folder(folder, content, params, rules, texts, optional=("embed", "head"))
 
 

@@ -14,7 +14,6 @@ from jspec.proposers.base import Drafter
 from jspec.runtime import replay
 from jspec.saving import restore
 from jspec.suffix import files
-from jspec.tree import Tree
 
 HELP = "folder, .gguf file, or owner/name on the Hugging Face hub"
 
@@ -99,20 +98,13 @@ def check(arguments: argparse.Namespace) -> None:
     _check_effect(arguments, {"num_drafts"}, "--drafter", {"num_drafts"})
 
 
-def from_disk(path: Path, arguments: argparse.Namespace, target: Model) -> Drafter:
+def from_disk(
+    path: Path, arguments: argparse.Namespace, target: Model, method: str | None, **options: Any
+) -> Drafter:
     """Loads the drafter of `--drafter` from the path that `find` returned."""
-    options: dict[str, Any] = {}
-    if arguments.tree is not None:
-        options["tree"] = Tree(arguments.tree)
     if arguments.draft_sampling is not None:
         options["draft_sampling"] = arguments.draft_sampling
-    return open_drafter(
-        path,
-        target,
-        method=arguments.method,
-        num_drafts=arguments.num_drafts,
-        **options,
-    )
+    return open_drafter(path, target, method=method, num_drafts=arguments.num_drafts, **options)
 
 
 def open_drafter(

@@ -11,6 +11,7 @@ from jspec.cli import comparison, decoding, drafters, models, prompts
 from jspec.cli.streaming import Ends, Progress, Records, Text
 from jspec.runtime import benchmark, scheduling
 from jspec.runtime.scheduling import OnTokens
+from jspec.tree import Tree
 
 HELP = "continue prompts with a model on disk"
 
@@ -78,9 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
     model = models.open_model(arguments.model, arguments.dtype, quiet=arguments.json)
     tokenizer = models.open_tokenizer(model, arguments.chat_template)
     if path is not None:
-        config, params = drafters.from_disk(path, arguments, model)
+        tree = {} if arguments.tree is None else {"tree": Tree(arguments.tree)}
+        config, params = drafters.from_disk(path, arguments, model, arguments.method, **tree)
         method = proposers.of(config).name
-    asked, ids, num_skipped = prompts.encode(
+    asked, ids = prompts.encode(
         tokenizer,
         asked,
         bad,
@@ -126,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
         plain = benchmark.run(model, ids, **options)
     num_drafts = config.num_drafts if config else 0
     result = benchmark.summary(method, num_drafts, report, plain)
-    result["skipped_prompts"] = num_skipped
+    result["skipped_prompts"] = bad.num_skipped
     if not decoding.keeps_tokens(arguments):
         result["identical_to_plain"] = None  # the tokens have the same distribution only
     result |= comparison.differences(

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -28,22 +28,6 @@ EXAMPLES = """examples:
   python -m jspec inspect path/to/head --target path/to/folder
   python -m jspec inspect model.gguf --json
 """
-
-
-class Memory(NamedTuple):
-    """Bytes on the device.
-
-    Attributes:
-      weights: of the params, without those that a drafter shares with its target.
-      shared: of the target's arrays that the drafter uses, too.
-      kv_pages: of the pool of keys and values.
-      buffers: of the drafter's other memory between steps.
-    """
-
-    weights: int
-    shared: int
-    kv_pages: int
-    buffers: int
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         result |= _drafter(proposer.name, drafter.config)
         cache = _cache(arguments, target.config, target.params)
         memory = drafter_memory(drafter, target, cache, arguments.max_requests)
-        result |= {"parameters": _count(drafter.params)}
+        result["parameters"] = _count(drafter.params)
     else:
         described, config, params = _look(path, dtype)
         result |= described
@@ -83,23 +67,23 @@ def run(arguments: argparse.Namespace) -> int:
             return _print(arguments, result)
         cache = _cache(arguments, config, params)
         memory = target_memory(config, params, cache)
-        result |= {"parameters": _count(params)}
+        result["parameters"] = _count(params)
     sizes = {"num_pages": cache.num_pages, "page_size": cache.page_size}
     sizes |= {"max_model_len": cache.max_model_len, "max_requests": arguments.max_requests}
-    total = memory.weights + memory.kv_pages + memory.buffers
-    result |= {"dtype": cache.dtype, **sizes, "bytes": memory._asdict() | {"total": total}}
+    total = sum(memory.values()) - memory["shared"]
+    result |= {"dtype": cache.dtype, **sizes, "bytes": memory | {"total": total}}
     return _print(arguments, result)
 
 
-def target_memory(config: ModelConfig, params: Params, cache: CacheConfig) -> Memory:
-    """Computes the memory of a target and its KV pages, from shapes."""
+def target_memory(config: ModelConfig, params: Params, cache: CacheConfig) -> dict[str, int]:
+    """Computes the memory of a target and its KV pages, from shapes; see `drafter_memory`."""
     pages = jax.eval_shape(lambda: llama.init_pages(config, cache))
-    return Memory(weights=_bytes(params), shared=0, kv_pages=_bytes(pages), buffers=0)
+    return {"weights": _bytes(params), "shared": 0, "kv_pages": _bytes(pages), "buffers": 0}
 
 
 def drafter_memory(
     drafter: Drafter, target: Model, cache: CacheConfig, max_requests: int
-) -> Memory:
+) -> dict[str, int]:
     """Computes the memory of a drafter in addition to its target's, as of `jspec.init`.
 
     Args:
@@ -107,18 +91,21 @@ def drafter_memory(
       target: the model that it was loaded with.
       cache: sizes of its KV pages.
       max_requests: requests at the same time.
+
+    Returns:
+      Bytes of its `weights`, of arrays `shared` with the target, of `kv_pages` and other `buffers`.
     """
     config, init = drafter.config, proposers.of(drafter.config).init
     memory = jax.eval_shape(lambda p: init(config, p, cache, max_requests), drafter.params)
     of_target = {id(leaf) for leaf in jax.tree.leaves(target.params)}
     leaves = jax.tree.leaves(drafter.params)
     parts = jax.tree.leaves(memory, is_leaf=lambda part: isinstance(part, KVCache))
-    return Memory(
-        weights=_bytes([leaf for leaf in leaves if id(leaf) not in of_target]),
-        shared=_bytes([leaf for leaf in leaves if id(leaf) in of_target]),
-        kv_pages=_bytes([part for part in parts if isinstance(part, KVCache)]),
-        buffers=_bytes([part for part in parts if not isinstance(part, KVCache)]),
-    )
+    return {
+        "weights": _bytes([leaf for leaf in leaves if id(leaf) not in of_target]),
+        "shared": _bytes([leaf for leaf in leaves if id(leaf) in of_target]),
+        "kv_pages": _bytes([part for part in parts if isinstance(part, KVCache)]),
+        "buffers": _bytes([part for part in parts if not isinstance(part, KVCache)]),
+    }
 
 
 def _look(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, Params]:

@@ -38,20 +38,6 @@ class Asked(NamedTuple):
     place: str
 
 
-class Encoded(NamedTuple):
-    """Prompts that can be decoded.
-
-    Attributes:
-      asked: the prompts.
-      ids: their tokens.
-      num_skipped: prompts that were skipped.
-    """
-
-    asked: list[Asked]
-    ids: list[list[int]]
-    num_skipped: int
-
-
 class BadPrompts:
     """Handles errors of prompts that cannot be decoded: raises the first, or counts them.
 
@@ -206,7 +192,7 @@ def encode(
     vocab_sizes: Iterable[int | None] = (),
     raw: bool,
     special_tokens: bool = True,
-) -> Encoded:
+) -> tuple[list[Asked], list[list[int]]]:
     """Encodes prompts with the model's chat template, or unchanged, and checks their tokens.
 
     Texts for a model without a chat template are encoded unchanged, with a line on standard error.
@@ -220,6 +206,9 @@ def encode(
       raw: whether prompts are encoded unchanged.
       special_tokens: whether unchanged texts get the special tokens that the tokenizer adds to
         every text, such as BOS.
+
+    Returns:
+      (asked, ids): the prompts that can be decoded, and their tokens.
 
     Raises:
       ValueError: a conversation is to be encoded unchanged, the template refuses it, or the model
@@ -245,7 +234,7 @@ def encode(
             ids.append(tokens)
     if not kept:
         raise ValueError(f"no prompt is left: {bad.num_skipped} were skipped. Correct them.")
-    return Encoded(kept, ids, bad.num_skipped)
+    return kept, ids
 
 
 def _encode(tokenizer: Tokenizer, asked: Asked, raw: bool, special_tokens: bool) -> list[int]:

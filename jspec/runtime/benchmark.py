@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,18 +16,6 @@ from jspec.runtime.policies import BatchSizeSchedule
 from jspec.runtime.scheduling import OnTokens
 from jspec.runtime.target import TargetOutput
 from jspec.state import Drafts, Params, Scheduled, Verified
-
-
-class StepTimes(NamedTuple):
-    """Mean latencies of steps that read no prompt; None without such a step.
-
-    Attributes:
-      draft_ms: drafting, until the drafts are computed.
-      verify_ms: the pass of the target, verification included.
-    """
-
-    draft_ms: float | None
-    verify_ms: float | None
 
 
 def summary(method: str, num_drafts: int, report: Report, plain: Report | None = None) -> dict:
@@ -124,10 +112,14 @@ def step_times(
     config: Any = None,
     params: Params = None,
     **options: Any,
-) -> StepTimes:
+) -> dict[str, float | None]:
     """Times drafting and verification separately, in a run that waits for the device after each.
 
     Args, options: as `run`.
+
+    Returns:
+      Mean latencies of steps that read no prompt, None without such a step: `draft_ms`, and
+      `verify_ms` of the target's pass with verification.
     """
     if config is None:
         config, options["drafting"] = _NEVER
@@ -135,9 +127,9 @@ def step_times(
     engine.warmup()
     engine.run()
     if not engine.steps:  # every prompt ended with its first token
-        return StepTimes(None, None)
+        return {"draft_ms": None, "verify_ms": None}
     draft, verify = (statistics.fmean(seconds) for seconds in zip(*engine.steps, strict=True))
-    return StepTimes(1e3 * draft, 1e3 * verify)
+    return {"draft_ms": 1e3 * draft, "verify_ms": 1e3 * verify}
 
 
 class _Timed(Engine):

@@ -16,7 +16,7 @@ _CALIBRATION_MEMORY = 30.0
 """Verifications that the calibration remembers; older ones decay."""
 _WINDOW = 30
 """Newest steps that the latency estimate is made from."""
-_MIN_SAMPLES = 3
+_FEWEST = 3
 """Fewest measurements whose median one outlier does not change much."""
 
 
@@ -136,11 +136,9 @@ class LatencyModel:
         """Adds the latency of a step."""
         expected = self._passes[num_rows] + self._drafts[num_drafts]
         self._latest.append((num_rows, seconds / expected))
-        if len(self._latest) < _MIN_SAMPLES:
+        if len(self._latest) < _FEWEST:
             return
         self._drift = statistics.median(ratio for _, ratio in self._latest)
         for rows in self._passes:
             own = [ratio for at, ratio in self._latest if at == rows]
-            self._relative[rows] = (
-                statistics.median(own) if len(own) >= _MIN_SAMPLES else self._drift
-            )
+            self._relative[rows] = statistics.median(own) if len(own) >= _FEWEST else self._drift

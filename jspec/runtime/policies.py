@@ -95,7 +95,7 @@ def policy(
       tree_depth: where drafts form trees: most of them that can be kept.
 
     Raises:
-      TypeError: `drafting` is of another type. ValueError: the drafter cannot do it.
+      TypeError: `drafting` is of another type. ValueError: the drafter does not support it.
     """
     if drafting is None:
         drafting = Adaptive()
