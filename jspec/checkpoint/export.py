@@ -1,7 +1,7 @@
 """Writing of Hugging Face folders from params: the inverse of `assemble`."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,26 +32,12 @@ class _Tensor(NamedTuple):
         return np.ascontiguousarray(part.T if self.place.transpose else part)
 
 
-def disassemble(params: Params, rules: Rules) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the checkpoint tensors that `assemble` made params from, one by one.
-
-    Args:
-      params: nested dict of arrays.
-      rules: as `assemble`; tensors without a place are left out.
-
-    Raises:
-      ValueError: the rules name leaves that the params lack, or leave some unread.
-    """
-    for name, tensor in _find(params, rules).items():
-        yield name, tensor.read()
-
-
 def write_folder(
     folder: Path,
     config: Mapping[str, Any],
     params: Params,
     rules: Rules,
-    texts: Mapping[str, str | bytes],
+    texts: Mapping[str, bytes],
     *,
     optional: Collection[str] = (),
 ) -> None:
@@ -61,19 +47,20 @@ def write_folder(
       folder: to be made.
       config: content of config.json.
       params: the weights.
-      rules: see `disassemble`.
+      rules: as `assemble`; tensors without a place are left out.
       texts: further files by name.
       optional: keys of leaves that may be left out.
 
     Raises:
-      OSError: something is at `folder`, or the disk does not take it. ValueError: as `disassemble`.
+      OSError: `folder` exists, or a file cannot be written.
+      ValueError: params lack a leaf of the rules, or have one that no rule names.
     """
     tensors = _find(params, rules, optional)
     with new_folder(folder) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         for name, text in texts.items():
             (partial / name).parent.mkdir(exist_ok=True)
-            (partial / name).write_bytes(text.encode() if isinstance(text, str) else text)
+            (partial / name).write_bytes(text)
         _write_safetensors(partial / "model.safetensors", tensors)
 
 

@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--suite", default="demo", help="demo (default), or a file of prompts as of generate")
     add("--num-prompts", type=int, help="only the first ones of the suite")
     drafters.add_options(add)
-    prompts.add_form_options(add)
+    prompts.add_encoding_options(add)
     decoding.add_options(add)
     add("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
     forms = parser.add_mutually_exclusive_group()
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_picture("--picture", Path(arguments.picture))
     paths = _paths(arguments.drafter)
     methods = _methods(arguments.methods, paths)
-    prompts.check_form(arguments)
+    prompts.check_encoding_options(arguments)
     bad = prompts.BadPrompts(arguments.skip_bad)
     asked = _suite(arguments, bad)
     decoding.check(arguments, len(asked))
@@ -160,13 +160,13 @@ def _methods(words: str, paths: dict[str, Path]) -> list[str]:
     return methods
 
 
-def _suite(arguments: argparse.Namespace, bad: prompts.BadPrompts) -> list[prompts.Asked]:
+def _suite(arguments: argparse.Namespace, bad: prompts.BadPrompts) -> list[prompts.CommandPrompt]:
     if arguments.num_prompts is not None and arguments.num_prompts < 1:
         raise ValueError(f"--num-prompts is {arguments.num_prompts}, wanted 1 or more. Raise it.")
     if arguments.suite == "demo":
         texts = demo_prompts(progress=not arguments.json)
         texts = texts[: arguments.num_prompts]
-        return [prompts.Asked(prompt.text, f"demo, {prompt.name}") for prompt in texts]
+        return [prompts.CommandPrompt(prompt.text, f"demo, {prompt.name}") for prompt in texts]
     return prompts.read_file(
         arguments.suite, bad, arguments.prompt_format, most=arguments.num_prompts
     )
@@ -179,7 +179,7 @@ def _measure(
     loaded: dict[str, Drafter],
 ) -> list[dict[str, Any]]:
     """Runs every drafter, plain decoding first; returns a row for each."""
-    options: dict[str, Any] = decoding.of_target(arguments)
+    options: dict[str, Any] = decoding.target_options(arguments)
     configs = [drafter.config for drafter in loaded.values() if drafter.config]
     chains = [c.num_drafts for c in configs if proposers.of(c).tree(c) is None]
     options["cache"] = scheduling.limits(
@@ -188,7 +188,7 @@ def _measure(
     )
     rows, plain = [], None
     for method, drafter in {"none": Drafter(None, None), **loaded}.items():
-        drafting = {} if drafter.config is None else decoding.of_drafting(arguments)
+        drafting = {} if drafter.config is None else decoding.drafting_options(arguments)
         progress = Progress(method, len(ids))
         try:
             report = benchmark.run(model, ids, *drafter, on_tokens=progress, **options, **drafting)
@@ -227,7 +227,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(row["draft_tokens"]),
         number("tokens_per_step"),
         number("mean_acceptance_length"),
-        comparison.in_short([f"{100 * rate:.0f}" for rate in row["acceptance_per_position"]])
+        comparison.join_positions([f"{100 * rate:.0f}" for rate in row["acceptance_per_position"]])
         or "-",
         number("draft_ms") if drafts else "-",
         number("verify_ms"),

@@ -74,7 +74,7 @@ def exit_code(model: Model, rows: Sequence[Mapping[str, Any]]) -> int:
     return int(changed and model.params["embed"].dtype == jnp.float32)
 
 
-def in_short(cells: Sequence[str]) -> str:
+def join_positions(cells: Sequence[str]) -> str:
     """Joins the cells of the draft positions, at most the first `_SHOWN`."""
     return " ".join([*cells[:_SHOWN], *(["..."] if len(cells) > _SHOWN else [])])
 

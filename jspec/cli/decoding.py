@@ -69,13 +69,13 @@ def check(arguments: argparse.Namespace, num_prompts: int) -> None:
     sampling_params("generate", num_prompts, **_sampling(arguments))
 
 
-def of_target(arguments: argparse.Namespace) -> dict[str, Any]:
+def target_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of `jspec.runtime.benchmark.run` with and without a drafter."""
     sizes = {"max_tokens": arguments.max_tokens, "max_requests": arguments.batch_size}
     return sizes | _sampling(arguments)
 
 
-def of_drafting(arguments: argparse.Namespace) -> dict[str, Any]:
+def drafting_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the additional arguments of runs with a drafter."""
     is_fixed = arguments.adaptive is False
     options: dict[str, Any] = {"drafting": "fixed" if is_fixed else Adaptive()}

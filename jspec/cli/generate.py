@@ -8,7 +8,7 @@ from typing import Any
 
 from jspec import proposers
 from jspec.cli import comparison, decoding, drafters, models, prompts
-from jspec.cli.streaming import Ends, Progress, Records, Text
+from jspec.cli.streaming import EndDetector, Progress, Records, Text
 from jspec.runtime import benchmark, scheduling
 from jspec.runtime.scheduling import OnTokens
 from jspec.tree import Tree
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     drafters.add_options(add)
     add("--tree", help="--drafter: token tree to draft, for example '[(0,), (1,), (0, 0)]'")
     prompts.add_options(add)
-    prompts.add_form_options(add)
+    prompts.add_encoding_options(add)
     decoding.add_options(add)
     add(
         "--num-samples",
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command, and returns its exit code."""
     method, config, params, path = arguments.method or "ngram", None, None, None
-    prompts.check_form(arguments)
+    prompts.check_encoding_options(arguments)
     _check_samples(arguments)
     bad = prompts.BadPrompts(arguments.skip_bad)
     asked = prompts.read(arguments, bad)
@@ -91,19 +91,19 @@ def run(arguments: argparse.Namespace) -> int:
         raw=arguments.raw,
         special_tokens=not arguments.no_special_tokens,
     )
-    options = decoding.of_target(arguments)
+    options = decoding.target_options(arguments)
     num_samples = arguments.num_samples
     ids = [prompt for prompt in ids for _ in range(num_samples)]
     if num_samples > 1:
         options["seed"] = decoding.seeds(arguments) * len(asked)
     cache = scheduling.limits(model, ids, arguments.max_tokens, arguments.batch_size, None, 1)
     options["cache"] = cache
-    drafting = {} if config is None else decoding.of_drafting(arguments)
+    drafting = {} if config is None else decoding.drafting_options(arguments)
     budgets = [min(arguments.max_tokens, cache.max_model_len - len(prompt)) for prompt in ids]
-    ends, records = Ends(budgets, model.stop_ids), None
+    ends, records = EndDetector(budgets, model.stop_ids), None
     if arguments.json:
-        begun = _begun(asked, ids, decoding.seeds(arguments))
-        records = Records(tokenizer, ends, begun, shown=len(begun) > 1)
+        fields = _first_fields(asked, ids, decoding.seeds(arguments))
+        records = Records(tokenizer, ends, fields, shown=len(fields) > 1)
     shown: list[OnTokens] = [records or Text(tokenizer, ends, _titles(asked, num_samples))]
     progress = None
     if arguments.json or not sys.stdout.isatty():  # else the text itself shows the progress
@@ -162,8 +162,10 @@ def _check_samples(arguments: argparse.Namespace) -> None:
         )
 
 
-def _begun(
-    asked: Sequence[prompts.Asked], ids: Sequence[Sequence[int]], seeds: Sequence[int | None]
+def _first_fields(
+    asked: Sequence[prompts.CommandPrompt],
+    ids: Sequence[Sequence[int]],
+    seeds: Sequence[int | None],
 ) -> list[dict[str, Any]]:
     """Returns the first fields of the JSON record of each sample of each prompt."""
     samples = [(*pair, n) for pair in enumerate(asked) for n in range(len(seeds))]
@@ -179,7 +181,7 @@ def _begun(
     ]
 
 
-def _titles(asked: Sequence[prompts.Asked], num_samples: int) -> list[str]:
+def _titles(asked: Sequence[prompts.CommandPrompt], num_samples: int) -> list[str]:
     titles = []
     for prompt, _ in asked:
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -208,5 +210,5 @@ def _pretty(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}"
     if isinstance(value, list):
-        return comparison.in_short(list(map(_pretty, value)))
+        return comparison.join_positions(list(map(_pretty, value)))
     return str(value)

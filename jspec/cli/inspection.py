@@ -51,9 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     drafters.check_method(arguments)
     path = models.find("path", arguments.path)
     dtype = models.dtype_of(path, arguments.dtype)
-    result: dict[str, Any] = {"path": str(path), "form": _form(path)}
+    result: dict[str, Any] = {"path": str(path), "form": _format(path)}
     if arguments.target is not None:
-        target = _tables(models.find("--target", arguments.target), dtype)
+        target = _load_tables(models.find("--target", arguments.target), dtype)
         drafter = drafters.open_drafter(path, target, method=arguments.method)
         proposer = proposers.of(drafter.config)
         result |= _drafter(proposer.name, drafter.config)
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         memory = drafter_memory(drafter, target, cache, arguments.max_requests)
         result["parameters"] = _count(drafter.params)
     else:
-        described, config, params = _look(path, dtype)
+        described, config, params = _describe(path, dtype)
         result |= described
         if config is None:
             return _print(arguments, result)
@@ -108,7 +108,7 @@ def drafter_memory(
     }
 
 
-def _look(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, Params]:
+def _describe(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, Params]:
     """Describes a path without `--target`; config and shapes of the params if it is a target."""
     if models.is_saved(path):
         config = config_from_json(read_description(path)["config"])
@@ -147,7 +147,7 @@ def _target(config: ModelConfig, methods: list[str]) -> dict[str, Any]:
     return {"is": "target", "model_type": config.model_type, **also, **sizes, **positions}
 
 
-def _tables(path: Path, dtype: DTypeLike) -> Model:
+def _load_tables(path: Path, dtype: DTypeLike) -> Model:
     """Loads a target's embedding and head, which drafters share; its other params are shapes."""
     if models.is_saved(path):
         saved = restore(path)
@@ -192,7 +192,7 @@ def _cache(arguments: argparse.Namespace, config: ModelConfig, params: Params) -
     return CacheConfig(num_pages=num_pages, **sizes)
 
 
-def _form(path: Path) -> str:
+def _format(path: Path) -> str:
     if models.is_saved(path):
         return "folder of jspec.save"
     return "Hugging Face folder" if path.is_dir() else "GGUF file"

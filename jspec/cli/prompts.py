@@ -26,7 +26,7 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 """Byte-order marks."""
 
 
-class Asked(NamedTuple):
+class CommandPrompt(NamedTuple):
     """A prompt of a command.
 
     Attributes:
@@ -69,7 +69,7 @@ def add_options(add: Callable[..., Any]) -> None:
     )
 
 
-def add_form_options(add: Callable[..., Any]) -> None:
+def add_encoding_options(add: Callable[..., Any]) -> None:
     """Adds the options of reading and encoding prompts to a command."""
     add(
         "--prompt-format",
@@ -96,8 +96,8 @@ def add_form_options(add: Callable[..., Any]) -> None:
     )
 
 
-def check_form(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for options of `add_form_options` that have no effect together."""
+def check_encoding_options(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options of `add_encoding_options` that have no effect together."""
     if arguments.raw and arguments.chat_template is not None:
         raise ValueError("--chat-template has no effect with --raw. Leave one of them out.")
     if arguments.no_special_tokens and not arguments.raw:
@@ -107,7 +107,7 @@ def check_form(arguments: argparse.Namespace) -> None:
         )
 
 
-def read(arguments: argparse.Namespace, bad: BadPrompts) -> list[Asked]:
+def read(arguments: argparse.Namespace, bad: BadPrompts) -> list[CommandPrompt]:
     """Collects the prompts of a command: those of `--prompt`, then those of the files.
 
     Args:
@@ -122,7 +122,7 @@ def read(arguments: argparse.Namespace, bad: BadPrompts) -> list[Asked]:
     asked = []
     for number, text in enumerate(texts, start=1):
         place = "--prompt" if len(texts) == 1 else f"--prompt {number}"
-        asked.append(Asked(_checked(text, place), place))
+        asked.append(CommandPrompt(_checked(text, place), place))
     for name in arguments.prompt_file or ():
         asked += read_file(name, bad, arguments.prompt_format)
     if not asked:
@@ -132,7 +132,7 @@ def read(arguments: argparse.Namespace, bad: BadPrompts) -> list[Asked]:
 
 def read_file(
     name: str, bad: BadPrompts, prompt_format: str | None = None, most: int | None = None
-) -> list[Asked]:
+) -> list[CommandPrompt]:
     """Reads a file or pipe of prompts, "-" being standard input.
 
     Args:
@@ -149,7 +149,7 @@ def read_file(
         name.lower().endswith(".jsonl") if prompt_format is None else prompt_format == "jsonl"
     )
     if not is_jsonl:
-        return [Asked(_checked(text.removesuffix("\n"), title), title)]
+        return [CommandPrompt(_checked(text.removesuffix("\n"), title), title)]
     asked = list(itertools.islice(_lines(text, title, bad), most))
     if not asked:
         raise ValueError(f"{title} holds no prompt, wanted one a line. Add some.")
@@ -173,26 +173,26 @@ def _read_text(name: str) -> str:
         raise ValueError(f"{name} is no UTF-8 text ({error}). Save it as UTF-8.") from error
 
 
-def _lines(text: str, title: str, bad: BadPrompts) -> Iterator[Asked]:
+def _lines(text: str, title: str, bad: BadPrompts) -> Iterator[CommandPrompt]:
     for number, line in enumerate(text.split("\n"), start=1):
         place = f"{title}, line {number}"
         if line.strip():
             try:
-                yield Asked(_parse(line, place), place)
+                yield CommandPrompt(_parse(line, place), place)
             except ValueError as error:
                 bad.take(error)
 
 
 def encode(
     tokenizer: Tokenizer,
-    asked: Sequence[Asked],
+    asked: Sequence[CommandPrompt],
     bad: BadPrompts,
     *,
     model: ModelConfig,
     vocab_sizes: Iterable[int | None] = (),
     raw: bool,
     special_tokens: bool = True,
-) -> tuple[list[Asked], list[list[int]]]:
+) -> tuple[list[CommandPrompt], list[list[int]]]:
     """Encodes prompts with the model's chat template, or unchanged, and checks their tokens.
 
     Texts for a model without a chat template are encoded unchanged, with a line on standard error.
@@ -237,7 +237,9 @@ def encode(
     return kept, ids
 
 
-def _encode(tokenizer: Tokenizer, asked: Asked, raw: bool, special_tokens: bool) -> list[int]:
+def _encode(
+    tokenizer: Tokenizer, asked: CommandPrompt, raw: bool, special_tokens: bool
+) -> list[int]:
     prompt, place = asked
     if raw and not isinstance(prompt, str):
         raise ValueError(

@@ -11,7 +11,7 @@ from jspec.text import Tokenizer
 _INTERVAL = 0.1  # seconds between two states of the progress line
 
 
-class Ends:
+class EndDetector:
     """Finds out when prompts end, from their new tokens.
 
     Args:
@@ -37,7 +37,7 @@ class Records:
     Args:
       tokenizer: the model's.
       ends: of the prompts.
-      begun: first fields of each record.
+      fields: first fields of each record.
       shown: whether records are printed.
 
     Attributes:
@@ -47,15 +47,15 @@ class Records:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        ends: Ends,
-        begun: Sequence[Mapping[str, Any]],
+        ends: EndDetector,
+        fields: Sequence[Mapping[str, Any]],
         *,
         shown: bool,
     ):
         self._tokenizer, self._ends, self._shown = tokenizer, ends, shown
         self.records = [
             {**each, "tokens": 0, "accepted_tokens": 0, "finish_reason": "length", "token_ids": []}
-            for each in begun
+            for each in fields
         ]
 
     def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
@@ -84,7 +84,7 @@ class Text:
       titles: of the prompts, printed before each text, where there are several.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ends: Ends, titles: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer, ends: EndDetector, titles: Sequence[str]):
         self._tokenizer, self._ends = tokenizer, ends
         self._titles = titles if len(titles) > 1 else ()
         self._has_ended = [False] * len(titles)

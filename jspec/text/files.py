@@ -52,7 +52,7 @@ def read_text_files(folder: Path, config: Mapping[str, Any]) -> TextFiles:
     if not stop_ids:
         stop_ids = _eos_ids(config, "config.json")
         eos = special_tokens(tokenizer_config).get("eos_token")
-        found = None if eos is None else _find_token(eos, tokenizer_json, tokenizer_config)
+        found = None if eos is None else _token_id(eos, tokenizer_json, tokenizer_config)
         stop_ids += [] if found is None else [found]
     return TextFiles(
         tokenizer_json,
@@ -78,7 +78,7 @@ def read_chat_template(folder: str | Path) -> ChatTemplate | None:
     named = own | {file.stem: _read_text(file) for file in more}
     found = {name: text for name, text in named.items() if text is not None}
     if found:
-        return alone_or_named(found)
+        return single_or_named(found)
     for name in ("tokenizer_config.json", "chat_template.json"):
         template = _read_optional(folder / name).get("chat_template")
         if template is not None:
@@ -97,7 +97,7 @@ def special_tokens(tokenizer_config: Mapping[str, Any] | None) -> dict[str, str]
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def alone_or_named(templates: dict[str, str]) -> ChatTemplate:
+def single_or_named(templates: dict[str, str]) -> ChatTemplate:
     """Returns the template itself if `default` is the only one."""
     return templates["default"] if templates.keys() == {"default"} else templates
 
@@ -127,7 +127,7 @@ def _eos_ids(config: Mapping[str, Any], source: str) -> list[int]:
     return ids
 
 
-def _find_token(
+def _token_id(
     text: str, tokenizer_json: str | None, tokenizer_config: Mapping[str, Any] | None
 ) -> int | None:
     """Returns the id of a token, None where the files do not have it."""
@@ -157,7 +157,7 @@ def _as_template(template: Any, file: Path) -> ChatTemplate:
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
         named = {entry.get("name"): entry.get("template") for entry in template}
         if named and all(isinstance(text, str) for pair in named.items() for text in pair):
-            return alone_or_named(named)
+            return single_or_named(named)
     raise ValueError(
         f"{file}: chat_template is {template!r}, wanted a text, or a list of "
         '{"name": ..., "template": ...}. Fetch the file again.'

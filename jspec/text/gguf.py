@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jspec.text.chat import ChatTemplate
-from jspec.text.files import TextFiles, alone_or_named
+from jspec.text.files import TextFiles, single_or_named
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
@@ -289,7 +289,7 @@ def _chat_template(metadata: Mapping[str, Any], source: str) -> ChatTemplate | N
                 f"{source}: metadata `{keys[name]}` is {str(template)[:60]}, wanted one str. "
                 "Convert the model again with a current llama.cpp."
             )
-    return alone_or_named(found) if found else None
+    return single_or_named(found) if found else None
 
 
 def _incomplete(source: str, tokens: Sequence[str], has: str, wanted: str) -> ValueError:

@@ -35,7 +35,7 @@ def pipe_in(monkeypatch, data):
 
 
 def encode(tokenizer, texts, *, bad=None, **options):
-    asked = [prompts.Asked(text, f"row {i}") for i, text in enumerate(texts)]
+    asked = [prompts.CommandPrompt(text, f"row {i}") for i, text in enumerate(texts)]
     model = ModelConfig.tiny(vocab_size=128)
     return prompts.encode(tokenizer, asked, bad or prompts.BadPrompts(), model=model, **options)[1]
 
@@ -117,7 +117,7 @@ def test_a_prompt_that_does_not_fit_the_model_is_named_or_skipped(text, match, c
     tokenizer = Tokenizer.from_json(character_tokenizer().to_str())
     options = {"raw": True, "vocab_sizes": [None, 120]}
     model = ModelConfig.tiny(vocab_size=128, max_positions=256)
-    asked = [prompts.Asked(t, f"row {i}") for i, t in enumerate(["a" * 255, text, "b"])]
+    asked = [prompts.CommandPrompt(t, f"row {i}") for i, t in enumerate(["a" * 255, text, "b"])]
     with pytest.raises(ValueError, match=match):
         prompts.encode(tokenizer, asked, prompts.BadPrompts(), model=model, **options)
     bad = prompts.BadPrompts(skip=True)

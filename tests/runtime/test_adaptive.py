@@ -104,7 +104,7 @@ def test_drafts_that_are_accepted_less_often_than_expected_are_no_longer_verifie
     assert policy.verify({0: 4}) == {0: 0}
 
 
-def test_a_guess_is_compared_with_what_comes_verified_or_not():
+def test_a_draft_is_compared_with_the_next_tokens_verified_or_not():
     pending = PendingDraft([5, 6, 7])
     assert [pending.follow(5), pending.follow(6), pending.depth] == [True, True, 2]
     assert pending.follow(8) is False
@@ -115,9 +115,7 @@ def test_a_guess_is_compared_with_what_comes_verified_or_not():
 def test_a_tree_is_followed_along_the_branch_that_came_true():
     parents = [-1, -1, 1, 1, 3]
     pending = PendingDraft([5, 6, 7, 8, 9], parents)
-    assert [pending.follow(6), pending.follow(8), pending.follow(9), pending.depth] == [
-        True
-    ] * 3 + [3]
+    assert [pending.follow(token) for token in (6, 8, 9)] == [True] * 3 and pending.depth == 3
     assert pending.follow(1) is None
     assert PendingDraft([5, 6, 7, 8, 9], parents).follow(7) is False
 
@@ -141,7 +139,7 @@ def test_a_new_request_starts_from_what_others_knew_and_forgets_the_one_before()
     policy.start(0)
     assert policy._requests[0].rates == policy._pool.rates
     assert policy._pool.rates[0] < 0.1
-    policy.observe(0, [1, 2, 3], [], None)  # guesses of the request before are gone
+    policy.observe(0, [1, 2, 3], [], None)  # drafts of the request before are gone
     assert policy._requests[0].rates == policy._pool.rates
 
 

@@ -22,7 +22,7 @@ def test_prompts_and_end_tokens_are_the_recorded_ones(recorded):
     tokenizer = models.open_tokenizer(model)
     for prompt in found["prompts"]:
         asked, raw = (prompt["prompt"], True) if "prompt" in prompt else (prompt["messages"], False)
-        row = prompts.Asked(asked, "prompt")
+        row = prompts.CommandPrompt(asked, "prompt")
         bad = prompts.BadPrompts()
         _, ids = prompts.encode(tokenizer, [row], bad, model=model.config, raw=raw)
         assert ids == [prompt["ids"]]
