@@ -235,12 +235,26 @@ def step(
     metadata.check_counts("step", scheduled)
     check_slots("step", state, scheduled, has_rows=proposer.admit is not None)
     if is_on_host:
-        vocab_size = state.config.vocab_size
-        batch = prepare_checked(scheduled, verified, vocab_size=vocab_size)
-        return _propose_on_host(state, batch, num_drafts)
+        return step_checked(state, scheduled, verified, num_drafts=num_drafts)
     arguments = commit((scheduled, verified), device_of(state.memory))
     is_traced = is_traced or isinstance(arguments[0].token_ids, Tracer)
     memory, drafts = _warmed.call(state, is_traced, _step, *arguments, num_drafts=num_drafts)
+    return dataclasses.replace(state, memory=memory), drafts
+
+
+def step_checked(
+    state: State, scheduled: Scheduled, verified: Verified, *, num_drafts: int
+) -> tuple[State, Drafts]:
+    """Is `step` for what is known to fit, has what the drafter reads and no more.
+
+    A loop that runs it has its shapes compiled as it calls them: numpy arrays are not committed to
+    a device first, which takes longer than the call.
+    """
+    if proposers.of(state.config).kind == "host":
+        batch = prepare_checked(scheduled, verified, vocab_size=state.config.vocab_size)
+        return _propose_on_host(state, batch, num_drafts)
+    arguments = (state.config, state.params, state.memory, scheduled, verified)
+    memory, drafts = _step(*arguments, num_drafts=num_drafts)
     return dataclasses.replace(state, memory=memory), drafts
 
 

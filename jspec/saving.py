@@ -21,7 +21,7 @@ from jspec._checks import read_json
 from jspec.checkpoint import Model, check_layers, orbax
 from jspec.checkpoint.assemble import Keys, leaves_of
 from jspec.checkpoint.new_folder import check_free, new_folder
-from jspec.models import llama
+from jspec.models import llama, weights
 from jspec.models.config import ModelConfig
 from jspec.proposers.base import Drafter
 from jspec.proposers.fitting import check_dtypes, check_token_tables, misfits, shapes_of
@@ -186,7 +186,7 @@ def _reattach(path: Path, shared: dict[str, str], target: Model | None) -> dict[
 def _check_fit(path: Path, config: Any, found: dict[Keys, Any]) -> None:
     if isinstance(config, ModelConfig):
         check_layers(str(path), config.num_layers, found)
-        wanted: Mapping[Keys, Any] = leaves_of(llama.abstract_params(config, "float32"))
+        wanted: Mapping[Keys, Any] = leaves_of(weights.abstract(llama.Llama, config, "float32"))
     else:
         wanted = shapes_of(config)
     problems = misfits(wanted, found)

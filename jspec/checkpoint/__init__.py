@@ -13,7 +13,7 @@ from jspec.checkpoint.base import Checkpoint, check_layers, stored_dtype
 from jspec.checkpoint.hub import resolve
 from jspec.checkpoint.safetensors import read_folder
 from jspec.checkpoint.weight_files import check_file
-from jspec.models import llama
+from jspec.models import llama, weights
 from jspec.models.config import ModelConfig
 from jspec.state import Params
 from jspec.text import ChatTemplate, TextFiles
@@ -108,5 +108,5 @@ def as_model(
     rules = llama.rules(config)
     rules |= {name: None for name in checkpoint.names if name.startswith(_DRAFTER_PREFIX)}
     with explained(lambda: decoder_reasons(checkpoint.config, config, checkpoint)):
-        params = assemble(llama.abstract_params(config, dtype), rules, checkpoint.tensors())
+        params = assemble(weights.abstract(llama.Llama, config, dtype), rules, checkpoint.tensors())
     return Model(config, params, **{name: getattr(checkpoint, name) for name in TextFiles._fields})

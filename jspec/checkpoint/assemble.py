@@ -29,7 +29,7 @@ def assemble(template: Params, rules: Rules, tensors: Iterable[tuple[str, np.nda
     checked, leaves move to the device one by one: peak memory is the params and one leaf's tensors.
 
     Args:
-      template: shapes and dtypes of the params, see `abstract_params` of a model.
+      template: shapes and dtypes of the params, see `jspec.models.weights.abstract`.
       rules: leaf and columns of each tensor.
       tensors: (name, array) pairs in any order; `rotary_emb.inv_freq` is skipped.
 

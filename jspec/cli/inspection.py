@@ -14,7 +14,7 @@ from jspec.checkpoint import Model, orbax
 from jspec.checkpoint.agreement import model_config
 from jspec.cli import drafters, models
 from jspec.config import CacheConfig
-from jspec.models import llama
+from jspec.models import llama, weights
 from jspec.models.config import ModelConfig
 from jspec.models.kv_cache import KVCache
 from jspec.proposers.base import Drafter
@@ -124,7 +124,7 @@ def _describe(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | Non
     if {"model.embed_tokens.weight", "model.norm.weight"} <= set(opened.names):
         config = model_config(opened)
         checkpoint.check_layers(str(path), config.num_layers, opened.names)
-        return _target(config, methods), config, llama.abstract_params(config, dtype)
+        return _target(config, methods), config, weights.abstract(llama.Llama, config, dtype)
     if not methods:
         raise ValueError(
             f"{path} is neither a target model nor a drafter that jspec knows: its tensors are "
@@ -157,7 +157,7 @@ def _load_tables(path: Path, dtype: DTypeLike) -> Model:
     opened = checkpoint.read(path)
     config = model_config(opened)
     checkpoint.check_layers(str(path), config.num_layers, opened.names)
-    params = llama.abstract_params(config, dtype)
+    params = weights.abstract(llama.Llama, config, dtype)
     wanted = {"model.embed_tokens.weight": "embed"}
     if not config.tie_embeddings:
         wanted["lm_head.weight"] = "head"

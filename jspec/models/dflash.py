@@ -17,23 +17,20 @@ from jaxtyping import Array, Float, Int
 from jspec._checks import check_at_least
 from jspec.axes import AnyArray
 from jspec.models import kv_cache as kv
-from jspec.models import weights
 from jspec.models.config import ModelConfig
 from jspec.models.dflash2 import ConvLayer, RefineConfig, Selector
 from jspec.models.kv_cache import KVCache
 from jspec.models.layers import (
     Attention,
+    DraftDecoder,
     Place,
     RMSNorm,
     Rope,
     Rules,
-    embed,
-    head_logits,
-    rope_table,
     rotate,
 )
 from jspec.models.llama import DecoderLayer, HiddenId
-from jspec.state import PagedView, Params
+from jspec.state import PagedView
 
 
 class AttentionMask(NamedTuple):
@@ -130,14 +127,14 @@ class BlockConfig:
         return cls(**fields | changes)
 
 
-class DFlash(nnx.Module):
+class DFlash(DraftDecoder):
     """Fusion of hidden states, decoder layers, final norm and head."""
 
     def __init__(self, config: BlockConfig, dtype: DTypeLike):
-        decoder, refine = config.decoder, config.refine
+        decoder, refine, num_ids = config.decoder, config.refine, config.draft_vocab_size
+        super().__init__(decoder, dtype, num_ids=num_ids, head_rows=config.head_rows)
         D, eps = decoder.hidden_size, decoder.rms_norm_eps
         self.config = config
-        self.embed = nnx.Param(jnp.zeros((decoder.vocab_rows, D), dtype))
         if config.fuse:
             self.fc = nnx.Param(jnp.zeros((config.input_size, D), dtype))
         self.hidden_norm = RMSNorm(D, eps, dtype)
@@ -149,7 +146,6 @@ class DFlash(nnx.Module):
                 else ConvLayer(decoder, refine, dtype)
             )
         self.norm = RMSNorm(D, eps, dtype)
-        self.head = nnx.Param(jnp.zeros((config.head_rows, D), dtype))
         if refine is not None:
             self.selector = Selector(decoder, refine, dtype)
 
@@ -175,10 +171,9 @@ class DFlash(nnx.Module):
 
         Source: vLLM model_executor/models/qwen3_dflash.py, precompute_and_store_context_kv.
         """
-        decoder = self.config.decoder
         context = self.fuse(hidden)  # [T, D]
-        rope = rope_table(decoder.rope, decoder.head_dim, positions)
-        for i in range(decoder.num_layers):
+        rope = self.rope(positions)
+        for i in range(self.decoder.num_layers):
             k, v = _keys_values(self.layers[str(i)].attention, context, rope)
             cache = kv.write(cache, i, k, v, slots)
         return cache
@@ -196,12 +191,10 @@ class DFlash(nnx.Module):
         Returns:
           (out, cache): what `logits` reads, and the cache with the rows' keys and values.
         """
-        decoder, (B, W) = self.config.decoder, token_ids.shape
-        # A table that is the target's own may have another dtype than the layers.
-        ids = token_ids.reshape(-1)
-        x = embed(self.embed[...], ids, vocab_size=decoder.vocab_size)  # [B * W, D]
-        x = x.astype(self.norm.weight[...].dtype)
-        rope = rope_table(decoder.rope, decoder.head_dim, view.positions)
+        B, W = token_ids.shape
+        dtype = self.norm.weight[...].dtype
+        x = self.embedded(token_ids.reshape(-1), None, dtype)  # [B * W, D]
+        rope = self.rope(view.positions)
         for i, mask in enumerate(self.config.masks):
             seen = dataclasses.replace(view, causal=mask.causal, window=mask.window)
             layer = self.layers[str(i)]
@@ -210,11 +203,6 @@ class DFlash(nnx.Module):
             else:
                 x, cache = layer(x, rope, seen, cache, i, width=W)
         return self.norm(x).reshape(B, W, -1), cache
-
-    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vdp"]:
-        """Scores every token of the draft vocabulary, in float32."""
-        head = self.head[...]
-        return head_logits(out.astype(head.dtype), head, num_ids=self.config.draft_vocab_size)
 
 
 def _keys_values(
@@ -230,31 +218,6 @@ def _keys_values(
     if config.qk_norm:
         k = attention.k_norm(k)
     return rotate(k, rope), v
-
-
-def abstract_params(config: BlockConfig, dtype: DTypeLike) -> Params:
-    """Returns the shapes of all params but `target_ids`; see `jspec.models.weights.abstract`."""
-    return weights.abstract(DFlash, config, dtype)
-
-
-def init_params(config: BlockConfig, key: Array, dtype: DTypeLike) -> Params:
-    """Draws random params; a draft vocabulary is spread over the target's.
-
-    Args:
-      config: shape of the drafter.
-      key: random key, consumed.
-      dtype: of the weights.
-    """
-    params = weights.draw(DFlash, config, key, dtype)
-    V, Vd = config.decoder.vocab_size, config.draft_vocab_size
-    if Vd != V:
-        params["target_ids"] = jnp.arange(Vd, dtype=jnp.int32) * (V // Vd)
-    return params
-
-
-def build(config: BlockConfig, params: Params) -> DFlash:
-    """Puts the drafter together from its weights."""
-    return weights.bind(DFlash, config, {k: v for k, v in params.items() if k != "target_ids"})
 
 
 def rename(name: str) -> str:
@@ -285,7 +248,7 @@ def rules(config: BlockConfig) -> Rules:
         "hidden_norm.weight": Place(("hidden_norm", "weight")),
         "norm.weight": Place(("norm", "weight")),
         "t2d": None,  # the inverse of d2t
-        "d2t": None,  # see `jspec.proposers.dflash.load`
+        "d2t": None,  # see `jspec.proposers.loaders.common.read_weights`
         "embed_tokens.weight": None,
         "lm_head.weight": None,
     }

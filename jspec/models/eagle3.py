@@ -15,23 +15,20 @@ from jaxtyping import Array, Float, Int
 
 from jspec._checks import check_at_least
 from jspec.axes import AnyArray
-from jspec.models import weights
 from jspec.models.config import ModelConfig
 from jspec.models.kv_cache import KVCache
 from jspec.models.layers import (
     MLP,
     Attention,
+    DraftDecoder,
     Embeds,
     Place,
     RMSNorm,
     Rope,
     Rules,
-    embed,
-    head_logits,
-    rope_table,
 )
 from jspec.models.llama import DecoderLayer
-from jspec.state import PagedView, Params
+from jspec.state import PagedView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +123,14 @@ class FirstLayer(nnx.Module):
         return x + self.mlp(self.post_norm(x)), cache
 
 
-class Head(nnx.Module):
+class Head(DraftDecoder):
     """Fusion of hidden states, decoder layers, final norm and a head over the draft vocabulary."""
 
     def __init__(self, config: Eagle3ModelConfig, dtype: DTypeLike):
-        decoder = config.decoder
+        decoder, num_ids = config.decoder, config.draft_vocab_size
+        super().__init__(decoder, dtype, num_ids=num_ids, head_rows=config.head_rows)
         D, eps = decoder.hidden_size, decoder.rms_norm_eps
         self.config = config
-        self.embed = nnx.Param(jnp.zeros((decoder.vocab_rows, D), dtype))
         if config.num_fused:
             self.fc = nnx.Param(jnp.zeros((config.input_size, D), dtype))
             if config.norm_before_fc:
@@ -148,7 +145,6 @@ class Head(nnx.Module):
             layers[str(i)] = DecoderLayer(decoder, dtype)
         self.layers = nnx.Dict(layers)
         self.norm = RMSNorm(D, eps, dtype)
-        self.head = nnx.Param(jnp.zeros((config.head_rows, D), dtype))
 
     def fuse(self, hidden: Float[AnyArray, "T Dh"]) -> Float[Array, "T D"]:
         """Makes one hidden state of the target's, once a step; what is fed back is not fused.
@@ -188,36 +184,13 @@ class Head(nnx.Module):
         Returns:
           (out, feedback, cache): what `logits` reads, and the hidden state to feed back.
         """
-        decoder = self.config.decoder
-        rope = rope_table(decoder.rope, decoder.head_dim, view.rope_positions)
-        # A table that is the target's own may have another dtype than the head's layers.
-        embedded = embed(self.embed[...], token_ids, embeds, vocab_size=decoder.vocab_size)
-        embedded = embedded.astype(hidden.dtype)
+        rope = self.rope(view.rope_positions)
+        embedded = self.embedded(token_ids, embeds, hidden.dtype)
         x, cache = self.layers["0"](embedded, hidden, rope, view, cache)
-        for i in range(1, decoder.num_layers):
+        for i in range(1, self.decoder.num_layers):
             x, cache = self.layers[str(i)](x, rope, view, cache, i)
         out = self.norm(x)
         return out, out if self.config.norm_output else x, cache
-
-    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vdp"]:
-        """Scores every token of the draft vocabulary, in float32."""
-        head = self.head[...]
-        return head_logits(out.astype(head.dtype), head, num_ids=self.config.draft_vocab_size)
-
-
-def abstract_params(config: Eagle3ModelConfig, dtype: DTypeLike) -> Params:
-    """Returns the params' shapes; see `jspec.models.weights.abstract`."""
-    return weights.abstract(Head, config, dtype)
-
-
-def init_params(config: Eagle3ModelConfig, key: Array, dtype: DTypeLike) -> Params:
-    """Draws random params; see `jspec.models.weights.draw`."""
-    return weights.draw(Head, config, key, dtype)
-
-
-def build(config: Eagle3ModelConfig, params: Params) -> Head:
-    """Puts the head together from its weights."""
-    return weights.bind(Head, config, params)
 
 
 def rules(config: Eagle3ModelConfig, tensors: Collection[str]) -> Rules:

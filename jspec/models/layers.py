@@ -319,3 +319,44 @@ class MLP(nnx.Module):
         if self.has_bias:
             out += self.down_bias[...][None]
         return out
+
+
+class DraftDecoder(nnx.Module):
+    """Embedding and head of a drafter, which may be its target's own arrays.
+
+    Args:
+      decoder: shape of its layers; the vocabulary is the target's.
+      dtype: of the weights.
+      num_ids: ids that the head scores, None = the vocabulary's.
+      head_rows: rows of the head, None = the embedding's.
+    """
+
+    def __init__(
+        self,
+        decoder: ModelConfig,
+        dtype: DTypeLike,
+        *,
+        num_ids: int | None = None,
+        head_rows: int | None = None,
+    ):
+        V, D = decoder.vocab_rows, decoder.hidden_size
+        self.decoder = decoder
+        self.num_ids = num_ids or decoder.vocab_size
+        self.embed = nnx.Param(jnp.zeros((V, D), dtype))
+        self.head = nnx.Param(jnp.zeros((head_rows or V, D), dtype))
+
+    def embedded(
+        self, token_ids: Int[AnyArray, "T"], embeds: Embeds | None, dtype: DTypeLike
+    ) -> Float[Array, "T D"]:
+        """Looks embeddings up, see `embed`; in the dtype of the layers, which may be another."""
+        table = self.embed[...]
+        return embed(table, token_ids, embeds, vocab_size=self.decoder.vocab_size).astype(dtype)
+
+    def rope(self, positions: Int[AnyArray, "*axes T"]) -> Rope:
+        """Returns the rotation of rows at these positions, see `rope_table`."""
+        return rope_table(self.decoder.rope, self.decoder.head_dim, positions)
+
+    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vdp"]:
+        """Scores every draft id, in float32."""
+        head = self.head[...]
+        return head_logits(out.astype(head.dtype), head, num_ids=self.num_ids)

@@ -35,10 +35,18 @@ HiddenId: TypeAlias = int | Literal["norm"]
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream.
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike):
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+    Args:
+      config: shape of the layer.
+      dtype: of the weights.
+      input_norm: whether attention reads its input through a norm.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, *, input_norm: bool = True):
+        self.has_input_norm = input_norm
+        if input_norm:
+            self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.attention = Attention(config, dtype)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, dtype)
@@ -56,7 +64,8 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], rope: Rope, view: PagedView, cache: KVCache, layer: int
     ) -> tuple[Float[Array, "T D"], KVCache]:
-        out, cache = self.attention(self.input_norm(x), rope, view, cache, layer)
+        normed = self.input_norm(x) if self.has_input_norm else x
+        out, cache = self.attention(normed, rope, view, cache, layer)
         x = x + out
         return x + self.mlp(self.post_norm(x)), cache
 
@@ -114,24 +123,9 @@ def init_pages(config: ModelConfig, cache: CacheConfig) -> KVCache:
     )
 
 
-def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
-    """Returns the params' shapes; see `jspec.models.weights.abstract`.
-
-    Example:
-      >>> abstract_params(ModelConfig.tiny(), "float32")["embed"].shape
-      (64, 32)
-    """
-    return weights.abstract(Llama, config, dtype)
-
-
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike) -> Params:
     """Draws random params; see `jspec.models.weights.draw`."""
     return weights.draw(Llama, config, key, dtype)
-
-
-def build(config: ModelConfig, params: Params) -> Llama:
-    """Puts the model together from its weights."""
-    return weights.bind(Llama, config, params)
 
 
 def rules(config: ModelConfig) -> Rules:
@@ -192,7 +186,7 @@ def forward(
             f"forward: `cache` has shape {cache.k.shape} (L, P, S, n, d), wanted L, n, d = "
             f"{wanted}. Make it with jspec.models.llama.init_pages(config, ...)."
         )
-    model = build(config, params)
+    model = weights.bind(Llama, config, params)
     hidden, cache = model(token_ids, view, cache)
     picked = [hidden[i] for i in hidden_layers]
     logits = model.logits(rows(hidden["norm"], logit_rows))[:, : config.vocab_size]

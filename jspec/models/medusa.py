@@ -15,9 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jspec._checks import check_above_0, check_at_least
-from jspec.models import weights
 from jspec.models.layers import Place, Rules, head_logits
-from jspec.state import Params
 
 _HEAD = re.compile(
     r"blocks\.(\d+)\.layers\.\d+\.(?:weight|bias)"
@@ -141,31 +139,6 @@ class Medusa(nnx.Module):
         head = self.head[...] if self.config.shared_head else own.head[...]
         logits = head_logits(x.astype(head.dtype), head, num_ids=self.config.num_ids)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
-
-
-def abstract_params(config: HeadsConfig, dtype: DTypeLike) -> Params:
-    """Returns the shapes of all params but `target_ids`; see `jspec.models.weights.abstract`."""
-    return weights.abstract(Medusa, config, dtype)
-
-
-def init_params(config: HeadsConfig, key: Array, dtype: DTypeLike) -> Params:
-    """Draws random params; a truncated vocabulary is spread over the target's.
-
-    Args:
-      config: shape of the heads.
-      key: random key, consumed.
-      dtype: of the weights.
-    """
-    params = weights.draw(Medusa, config, key, dtype)
-    if config.draft_vocab_size is not None:
-        row = jnp.arange(config.num_ids, dtype=jnp.int32)
-        params["target_ids"] = row * (config.vocab_size // config.num_ids)
-    return params
-
-
-def build(config: HeadsConfig, params: Params) -> Medusa:
-    """Puts the heads together from their weights."""
-    return weights.bind(Medusa, config, {k: v for k, v in params.items() if k != "target_ids"})
 
 
 def short_name(name: str) -> str:

@@ -11,22 +11,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.axes import AnyArray
-from jspec.models import weights
 from jspec.models.config import ModelConfig
 from jspec.models.kv_cache import KVCache
 from jspec.models.layers import (
+    DraftDecoder,
     Embeds,
     Place,
     RMSNorm,
     Rope,
     Rules,
-    embed,
-    head_logits,
     projection_rules,
-    rope_table,
 )
 from jspec.models.llama import DecoderLayer
-from jspec.state import PagedView, Params
+from jspec.state import PagedView
 
 
 class MTPModule(nnx.Module):
@@ -69,17 +66,14 @@ class MTPModule(nnx.Module):
         return self.final_norm(x), cache
 
 
-class MTP(nnx.Module):
+class MTP(DraftDecoder):
     """Embedding, modules and head; `config.num_layers` counts the modules."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
-        V, D = config.vocab_rows, config.hidden_size
-        self.config = config
-        self.embed = nnx.Param(jnp.zeros((V, D), dtype))
+        super().__init__(config, dtype)
         self.modules = nnx.Dict(
             {str(i): MTPModule(config, dtype) for i in range(config.num_layers)}
         )
-        self.head = nnx.Param(jnp.zeros((V, D), dtype))
 
     def __call__(
         self,
@@ -89,7 +83,7 @@ class MTP(nnx.Module):
         view: PagedView,
         cache: KVCache,
         embeds: Embeds | None = None,
-    ) -> tuple[Float[Array, "T D"], KVCache]:
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVCache]:
         """Runs one module.
 
         Args:
@@ -101,35 +95,16 @@ class MTP(nnx.Module):
           embeds: what stands in for tokens' own embeddings.
 
         Returns:
-          (out, cache): what `logits` reads, and the next module as its hidden state.
+          (out, feedback, cache): what `logits` reads; the `hidden` of the next module, which is
+          the same; the cache with this pass's rows.
         """
         module = self.modules[str(index)]
-        # Embedding and hidden states are the target's, whose dtype may be another.
         dtype = module.input_proj[...].dtype
-        x = embed(self.embed[...], token_ids, embeds, vocab_size=self.config.vocab_size)
-        x = x.astype(dtype)
-        rope = rope_table(self.config.rope, self.config.head_dim, view.rope_positions)
-        return module(x, jnp.asarray(hidden).astype(dtype), rope, view, cache, index)
-
-    def logits(self, out: Float[Array, "R D"]) -> Float[Array, "R Vp"]:
-        """Scores every token after rows of a module's output, in float32."""
-        head = self.head[...]
-        return head_logits(out.astype(head.dtype), head, num_ids=self.config.vocab_size)
-
-
-def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
-    """Returns the params' shapes; see `jspec.models.weights.abstract`."""
-    return weights.abstract(MTP, config, dtype)
-
-
-def init_params(config: ModelConfig, key: Array, dtype: DTypeLike) -> Params:
-    """Draws random params; see `jspec.models.weights.draw`."""
-    return weights.draw(MTP, config, key, dtype)
-
-
-def build(config: ModelConfig, params: Params) -> MTP:
-    """Puts the modules together from their weights."""
-    return weights.bind(MTP, config, params)
+        x = self.embedded(token_ids, embeds, dtype)
+        # Hidden states are the target's, whose dtype may be another.
+        hidden = jnp.asarray(hidden).astype(dtype)
+        out, cache = module(x, hidden, self.rope(view.rope_positions), view, cache, index)
+        return out, out, cache
 
 
 def rules(config: ModelConfig) -> Rules:

@@ -57,10 +57,10 @@ def bind(module: type[_M], config: Any, params: Params) -> _M:
 
     Args:
       module, config: as `abstract`.
-      params: its weights, all of them and no others.
+      params: its weights; further entries at the top level (`target_ids`) are left out.
     """
-    graphdef, _ = _split(module, config, "float32")  # it is the same for every dtype
-    return nnx.merge(graphdef, params)
+    graphdef, template = _split(module, config, "float32")  # they are the same for every dtype
+    return nnx.merge(graphdef, {key: params[key] for key in template})
 
 
 @functools.lru_cache

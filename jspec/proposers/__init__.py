@@ -75,27 +75,27 @@ def propose(
       params: its weights.
       memory: donated by the enclosing jit; of a host drafter rewritten in place.
       batch: the step; `max_drafts` caps each request.
-      num_drafts: static; columns of the result, by default the config's.
+      num_drafts: static; most drafts of a request, by default the config's.
 
     Returns:
       (memory, drafts).
     """
-    columns: int = config.num_drafts if num_drafts is None else num_drafts
-    memory, drafts = of(config).propose(config, params, memory, batch, columns)
-    if columns == drafts.tokens.shape[1] and batch.max_drafts is None:
+    most: int = config.num_drafts if num_drafts is None else num_drafts
+    memory, drafts = of(config).propose(config, params, memory, batch, most)
+    if most == drafts.tokens.shape[1] and batch.max_drafts is None:
         return memory, drafts
-    return memory, _cut(drafts, columns, batch.max_drafts)
+    return memory, _cut(drafts, most, batch.max_drafts)
 
 
-def _cut(drafts: Drafts, columns: int, max_drafts: Any) -> Drafts:
+def _cut(drafts: Drafts, num_drafts: int, max_drafts: Any) -> Drafts:
     """Keeps the first drafts of each request."""
     xp: Any = jnp if isinstance(drafts.tokens, jax.Array) else np
-    count = xp.minimum(drafts.num_drafts, np.int32(columns))
+    count = xp.minimum(drafts.num_drafts, np.int32(num_drafts))
     if max_drafts is not None:
         count = xp.minimum(count, xp.maximum(max_drafts, np.int32(0)))
-    kept = xp.arange(columns, dtype=np.int32)[None] < count[:, None]
+    kept = xp.arange(num_drafts, dtype=np.int32)[None] < count[:, None]
     tokens, parents, probs = (
-        None if leaf is None else leaf[:, :columns]
+        None if leaf is None else leaf[:, :num_drafts]
         for leaf in (drafts.tokens, drafts.parents, drafts.probs)
     )
     return Drafts(

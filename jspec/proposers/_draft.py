@@ -5,50 +5,25 @@ it as an argument. Source: vLLM v1/spec_decode/llm_base_proposer.py, propose.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import metadata
-from jspec._checks import check_at_least
-from jspec.axes import PAD_SLOT, PAD_TOKEN
+from jspec.axes import PAD_SLOT, PAD_TOKEN, AnyArray
 from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass
 from jspec.models.layers import Embeds
 from jspec.pallas.eagle_step import eagle_step
+from jspec.proposers._config import DraftingConfig
 from jspec.state import Batch, Drafts, PagedView
+from jspec.tree import DynamicTree, Tree
 from jspec.verification import sampling
 
 _STREAM = 1
 """Random numbers of drafts, apart from those of verification."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftingConfig:
-    """Chooses how much is drafted, and how a draft is picked from the drafter's logits.
-
-    Attributes:
-      num_drafts: most drafts a request gets (K).
-      draft_sampling: "greedy" takes the best token; "probabilistic" draws at the temperature of the
-        request and returns the distribution, which verification needs.
-
-    Raises:
-      ValueError: a size below 1, or an unknown way of sampling.
-    """
-
-    num_drafts: int
-    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
-
-    def __post_init__(self):
-        owner = type(self).__name__
-        check_at_least(owner, 1, num_drafts=self.num_drafts)
-        if self.draft_sampling not in ("greedy", "probabilistic"):
-            raise ValueError(
-                f"{owner}: `draft_sampling` is {self.draft_sampling!r}, wanted 'greedy' or "
-                "'probabilistic'."
-            )
 
 
 class DraftModel(NamedTuple):
@@ -96,9 +71,7 @@ def chain(
     batch: Batch,
     cache: Any,
     *,
-    page_size: int,
-    max_model_len: int,
-    steps: int,
+    num_drafts: int,
     shift: bool,
 ) -> tuple[Any, Drafts]:
     """Drafts one token after the other.
@@ -107,15 +80,15 @@ def chain(
       model: the drafter's decoder.
       config: how tokens are picked.
       batch: the step; `hidden` in the form that `model.run` reads.
-      cache: what `model.run` keeps; donated by the enclosing jit.
-      page_size: slots per page (S).
-      max_model_len: most tokens of a request.
-      steps: drafts wanted (static); 0 runs the first pass alone, so that the cache stays current.
+      cache: what `model.run` keeps, with the `page_size` and `max_model_len` of a KVCache; donated
+        by the enclosing jit.
+      num_drafts: drafts wanted (static); 0 runs the first pass alone, so that the cache is current.
       shift: True for a decoder that pairs hidden state i with token i + 1.
 
     Returns:
       (cache, drafts).
     """
+    page_size, max_model_len = cache.page_size, cache.max_model_len
     limit = min(max_model_len, batch.block_table.shape[1] * page_size)
     with jax.named_scope("first_pass"):
         rows = first_pass(
@@ -123,7 +96,7 @@ def chain(
         )
         last = rows.sample_index[:, 0]  # [B]
         out, hidden, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
-        if steps == 0:
+        if num_drafts == 0:
             return cache, no_drafts(model, config, batch)
         hidden = None if hidden is None else take(hidden, last)  # [T, D] -> [B, D]
         token, probs = pick(model, config, model.logits(take(out, last)), batch, 0)
@@ -160,12 +133,12 @@ def chain(
 
     with jax.named_scope("loop"):
         carry = (token, hidden, position, axes, seq_lens, cache)
-        carry, rest = jax.lax.scan(step, carry, jnp.arange(1, steps, dtype=jnp.int32))
+        carry, rest = jax.lax.scan(step, carry, jnp.arange(1, num_drafts, dtype=jnp.int32))
     tokens, probs, slots = jax.tree.map(
         lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1),  # [K, B] -> [B, K]
         *(first, rest),
     )
-    return carry[-1], truncate(batch, tokens, probs, slots, max_model_len)
+    return carry[-1], truncate(batch, tokens, probs, max_model_len, stored=slots >= 0)
 
 
 def in_parallel(
@@ -174,32 +147,32 @@ def in_parallel(
     batch: Batch,
     cache: Any,
     *,
-    page_size: int,
-    max_model_len: int,
-    steps: int,
+    num_drafts: int,
     shift: bool,
 ) -> tuple[Any, Drafts]:
     """Drafts all tokens in one pass, from mask tokens after the next token.
 
     Args, Returns: as `chain`.
     """
+    max_model_len = cache.max_model_len
     rows = first_pass(
         batch,
-        num_slots=max(steps, 1),
+        num_slots=max(num_drafts, 1),
         shift=shift,
-        page_size=page_size,
+        page_size=cache.page_size,
         max_model_len=max_model_len,
         mask_token=model.mask_token,
         mask_hidden=model.mask_hidden,
     )
     out, _, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
-    if steps == 0:
+    if num_drafts == 0:
         return cache, no_drafts(model, config, batch)
     index = rows.sample_index  # [B, K]
     logits = model.logits(take(out, index.reshape(-1))).reshape(*index.shape, -1)
-    picked = [pick(model, config, logits[:, j], batch, j) for j in range(steps)]
+    picked = [pick(model, config, logits[:, j], batch, j) for j in range(num_drafts)]
     tokens, probs = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *picked)
-    return cache, truncate(batch, tokens, probs, take(rows.view.slots, index), max_model_len)
+    stored = take(rows.view.slots, index) >= 0
+    return cache, truncate(batch, tokens, probs, max_model_len, stored=stored)
 
 
 def first_pass(
@@ -242,7 +215,7 @@ def first_pass(
         max_model_len=max_model_len,
     )
     last = max_model_len - 1
-    # Rows after the last page of a request would read a stranger's page, in one tile with others.
+    # Rows after the last page of a request would read another request's page.
     num_pages = jnp.cumprod(batch.block_table >= 0, axis=1, dtype=jnp.int32).sum(1, jnp.int32)
     return Rows(
         token_ids=jnp.asarray(rows.token_ids),
@@ -275,7 +248,7 @@ def pick(
     """
     target_ids = model.target_ids
     probs = None
-    if config.draft_sampling == "greedy":
+    if not config.samples:
         ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
         assert batch.temperature is not None and batch.seed is not None  # checked by the api
@@ -317,14 +290,23 @@ def take(x: Array, index: Array) -> Array:
     return jnp.asarray(x).at[index].get(mode="clip", wrap_negative_indices=False)
 
 
-def no_drafts(model: DraftModel | Vocabulary, config: DraftingConfig, batch: Batch) -> Drafts:
-    """Drafts without columns, of the form that those with columns have."""
+def no_drafts(
+    model: DraftModel | Vocabulary,
+    config: DraftingConfig,
+    batch: Batch,
+    *,
+    tree: Tree | DynamicTree | None = None,
+) -> Drafts:
+    """Returns drafts without columns, of the form that those with columns have."""
     num_requests = batch.next_token.shape[0]
-    sampled = config.draft_sampling != "greedy"
+    none = jnp.zeros((num_requests, 0), jnp.int32)
     return Drafts(
-        tokens=jnp.zeros((num_requests, 0), jnp.int32),
+        tokens=none,
         num_drafts=jnp.zeros(num_requests, jnp.int32),
-        probs=jnp.zeros((num_requests, 0, model.vocab_size), jnp.float32) if sampled else None,
+        probs=jnp.zeros((num_requests, 0, model.vocab_size), jnp.float32)
+        if config.samples
+        else None,
+        parents=None if tree is None else none,
     )
 
 
@@ -332,26 +314,31 @@ def truncate(
     batch: Batch,
     tokens: Int[Array, "B K"],
     probs: Float[Array, "B K V"] | None,
-    slots: Int[Array, "B K"],
     max_model_len: int,
+    *,
+    stored: Bool[Array, "B K"] | bool = True,
+    depths: Int[AnyArray, "requests K"] | None = None,
+    parents: Int[AnyArray, "requests K"] | None = None,
 ) -> Drafts:
-    """Cuts drafts off at the longest request, and where a row that they saw had no KV slot.
+    """Truncates drafts at the longest request, and where a row that they saw had no KV slot.
 
     Args:
       batch, max_model_len: as `chain`.
       tokens, probs: of each draft.
-      slots: KV slot of the row that each draft was read from.
+      stored: whether the row that each draft was read from has a KV slot.
+      depths: how many tokens after the next one each draft is; None = 1..K, a chain. Ascending.
+      parents: of a tree.
     """
-    columns = tokens.shape[1]
-    is_draft = (slots >= 0) & (tokens != PAD_TOKEN)
-    num_stored = jnp.cumprod(is_draft, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
-    count = jnp.clip(max_model_len - 1 - next_position(batch), 0, num_stored)
-    count = jnp.where(is_live(batch), count, 0)
-    kept = jnp.arange(columns, dtype=jnp.int32)[None] < count[:, None]
+    if depths is None:
+        depths = np.arange(1, tokens.shape[1] + 1, dtype=np.int32)[None]
+    room = max_model_len - 1 - next_position(batch)  # [B]
+    kept = stored & (tokens != PAD_TOKEN) & (depths <= room[:, None]) & is_live(batch)[:, None]
+    kept = jnp.cumprod(kept, axis=1, dtype=jnp.int32) > 0  # [B, K]
     return Drafts(
         tokens=jnp.where(kept, tokens, PAD_TOKEN),
-        num_drafts=count,
+        num_drafts=kept.sum(axis=1, dtype=jnp.int32),
         probs=None if probs is None else jnp.where(kept[:, :, None], probs, 0),
+        parents=None if parents is None else jnp.where(kept, parents, PAD_TOKEN),
     )
 
 

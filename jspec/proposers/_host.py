@@ -1,10 +1,21 @@
-"""What host drafters share: how they read a step, and which ids they take for tokens."""
+"""What host drafters share: which ids count as tokens, and how they read a step."""
 
 import numpy as np
 from jax.core import Tracer
 
 from jspec.axes import INT32_MAX, PAD_TOKEN
 from jspec.state import Batch
+
+
+class HasVocabulary:
+    """What follows from a config's `vocab_size`."""
+
+    vocab_size: int | None
+
+    @property
+    def id_limit(self) -> int:
+        """Ids at or above it, like negative ones, count as PAD."""
+        return INT32_MAX if self.vocab_size is None else self.vocab_size
 
 
 def read_step(method: str, batch: Batch) -> list[np.ndarray]:
@@ -33,11 +44,6 @@ def read_step(method: str, batch: Batch) -> list[np.ndarray]:
         *(batch.token_ids, place, batch.next_token, batch.num_valid),
     )
     return [np.array(field, np.int32) for field in fields]
-
-
-def id_limit(vocab_size: int | None) -> int:
-    """Returns the id from which on, as below 0, an id counts as PAD."""
-    return INT32_MAX if vocab_size is None else vocab_size
 
 
 def in_vocabulary(tokens: np.ndarray, limit: int) -> np.ndarray:

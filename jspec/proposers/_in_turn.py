@@ -17,7 +17,8 @@ from jspec.axes import PAD_SLOT
 from jspec.models.kv_cache import KVCache
 from jspec.pallas.eagle_step import eagle_step
 from jspec.proposers import _draft
-from jspec.proposers._draft import DraftingConfig, DraftModel, Rows, take
+from jspec.proposers._config import DraftingConfig
+from jspec.proposers._draft import DraftModel, Rows, take
 from jspec.state import Batch, Drafts, PagedView, pytree
 
 
@@ -59,7 +60,7 @@ def in_turn(
     batch: Batch,
     memory: Memory,
     *,
-    steps: int,
+    num_drafts: int,
 ) -> tuple[Memory, Drafts]:
     """Drafts one token after the other, each with the next module.
 
@@ -72,7 +73,7 @@ def in_turn(
       config: how tokens are picked.
       batch: the step.
       memory: donated by the enclosing jit.
-      steps: drafts wanted (static); 0 runs the first pass alone.
+      num_drafts: drafts wanted (static); 0 runs the first pass alone.
 
     Returns:
       (memory, drafts).
@@ -87,7 +88,7 @@ def in_turn(
         last = rows.sample_index[:, 0]  # [B]
         outputs, memory = _run_all(models, batch, rows, memory)  # n of [B, D]
     num_requests = last.shape[0]
-    if steps == 0:
+    if num_drafts == 0:
         return memory, _draft.no_drafts(models[0], config, batch)
 
     # As in a chain: a request without a kept token runs as if past the limit.
@@ -98,7 +99,7 @@ def in_turn(
     picked = [_draft.pick(models[0], config, models[0].logits(outputs[0]), batch, 0)]
     places: list[_Places] = []
     hidden, cache = outputs[0][:, None], memory.cache  # [B, 1, D]
-    for t in range(1, steps):
+    for t in range(1, num_drafts):
         with jax.named_scope(f"draft_{t}"):
             _, slots, seq_lens = eagle_step(
                 position, batch.block_table, seq_lens, page_size=page_size, max_model_len=limit
@@ -127,7 +128,7 @@ def in_turn(
 
     tokens, probs = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *picked)  # [B, K]
     all_slots = jnp.stack([take(rows.view.slots, last), *(p.slots for p in places)], axis=1)
-    drafts = _draft.truncate(batch, tokens, probs, all_slots, max_model_len)
+    drafts = _draft.truncate(batch, tokens, probs, max_model_len, stored=all_slots >= 0)
     return dataclasses.replace(memory, cache=cache), drafts
 
 

@@ -8,7 +8,6 @@ EAGLE-2 (arXiv 2406.16858) section 4 for dynamic trees.
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -19,56 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.models.kv_cache import KVCache, with_nodes
 from jspec.proposers import _draft
-from jspec.proposers._draft import DraftingConfig, DraftModel, take
+from jspec.proposers._config import TreeDraftingConfig
+from jspec.proposers._draft import DraftModel, take
 from jspec.state import Batch, Drafts, PagedView
 from jspec.tree import DynamicTree, Tree
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeDraftingConfig(DraftingConfig):
-    """Chooses how much is drafted, as a chain or as a tree.
-
-    Attributes:
-      num_drafts: most drafts a request gets (K); with a tree its number of nodes, to be left out.
-      tree: which guesses are made; None = a chain of the best ones.
-
-    Raises:
-      ValueError: as `DraftingConfig`; `num_drafts` is not the tree's; the tree's drafts would be
-        sampled.
-    """
-
-    num_drafts: int = 0
-    tree: Tree | DynamicTree | None = None
-
-    def __post_init__(self):
-        owner = type(self).__name__
-        if self.tree is not None:
-            if not isinstance(self.tree, (Tree, DynamicTree)):
-                raise TypeError(
-                    f"{owner}: `tree` is {self.tree!r}, wanted a jspec.Tree or jspec.DynamicTree. "
-                    "Pass tree=jspec.Tree([(0,), (1,), (0, 0)])."
-                )
-            if self.num_drafts not in (0, self.tree.num_nodes):
-                raise ValueError(
-                    f"{owner}: `num_drafts` is {self.num_drafts}, but the tree has "
-                    f"{self.tree.num_nodes} nodes. Leave num_drafts out."
-                )
-            object.__setattr__(self, "num_drafts", self.tree.num_nodes)
-            if self.draft_sampling != "greedy":
-                raise ValueError(
-                    f"{owner}: `draft_sampling` is {self.draft_sampling!r}, but a tree holds the "
-                    "best tokens after each node. Pass draft_sampling='greedy', or tree=None."
-                )
-        super().__post_init__()
-
-
-def check_width(owner: str, tree: Tree | DynamicTree | None, num_ids: int) -> None:
-    """Raises ValueError if a tree wants more candidates after a node than there are draft ids."""
-    if tree is not None and tree.width > num_ids:
-        raise ValueError(
-            f"{owner}: `tree` picks among the best {tree.width} tokens after a node, but the "
-            f"drafter knows {num_ids}. Use lower ranks, or a lower top_k."
-        )
 
 
 class _Start(NamedTuple):
@@ -87,9 +40,7 @@ def draft_tree(
     batch: Batch,
     cache: KVCache,
     *,
-    page_size: int,
-    max_model_len: int,
-    steps: int,
+    num_drafts: int,
     shift: bool,
 ) -> tuple[KVCache, Drafts]:
     """Drafts the tree of a config.
@@ -97,8 +48,8 @@ def draft_tree(
     Args:
       model: the drafter's decoder; keeps its keys and values in a KVCache.
       config: with a tree.
-      batch, cache, page_size, max_model_len, shift: as `jspec.proposers._draft.chain`.
-      steps: nodes wanted (static), the first ones level by level.
+      batch, cache, shift: as `jspec.proposers._draft.chain`.
+      num_drafts: nodes wanted (static), the first ones level by level.
 
     Returns:
       (cache, drafts): tokens and parents in level order; nodes deeper than a request may grow are
@@ -112,16 +63,15 @@ def draft_tree(
             "(tree=None) for this target."
         )
     num_requests = batch.next_token.shape[0]
+    page_size, max_model_len = cache.page_size, cache.max_model_len
     with jax.named_scope("first_pass"):
         rows = _draft.first_pass(
             batch, num_slots=1, shift=shift, page_size=page_size, max_model_len=max_model_len
         )
         last = rows.sample_index[:, 0]  # [B]
         out, hidden, cache = model.run(rows.token_ids, rows.hidden, rows.view, cache, rows.embeds)
-    if steps == 0:
-        none = jnp.zeros((num_requests, 0), jnp.int32)
-        count = jnp.zeros(num_requests, jnp.int32)
-        return cache, Drafts(tokens=none, num_drafts=count, parents=none)
+    if num_drafts == 0:
+        return cache, _draft.no_drafts(model, config, batch, tree=tree)
     live = _draft.is_live(batch)
     start = _Start(
         live=live,
@@ -163,19 +113,14 @@ def draft_tree(
     hidden = None if start.hidden is None else start.hidden[:, None]
     with jax.named_scope("tree"):
         if isinstance(tree, Tree):
-            grown = _grow_fixed(model, tree, logits, hidden, run, cache, steps)
+            grown = _grow_fixed(model, tree, logits, hidden, run, cache, num_drafts)
         else:
-            grown = _grow_dynamic(model, tree, logits, hidden, run, cache, steps)
+            grown = _grow_dynamic(model, tree, logits, hidden, run, cache, num_drafts)
     tokens, parents, depths, cache = grown
 
-    reach = _reach(batch, start, tree.depth, page_size, max_model_len)
-    is_draft = (depths <= reach[:, None]) & (tokens != PAD_TOKEN)
-    num_drafts = jnp.cumprod(is_draft, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
-    kept = jnp.arange(steps, dtype=jnp.int32)[None] < num_drafts[:, None]
-    return cache, Drafts(
-        tokens=jnp.where(kept, tokens, PAD_TOKEN),
-        num_drafts=num_drafts,
-        parents=jnp.where(kept, parents, PAD_TOKEN),
+    stored = depths <= _num_stored(batch, start, tree.depth, page_size, max_model_len)[:, None]
+    return cache, _draft.truncate(
+        batch, tokens, None, max_model_len, stored=stored, depths=depths, parents=parents
     )
 
 
@@ -190,10 +135,10 @@ def _grow_fixed(
     hidden: Float[Array, "B 1 D"] | None,
     run: Callable,
     cache: KVCache,
-    steps: int,
+    num_drafts: int,
 ) -> _Grown:
     """Picks the nodes of a level from their parents' logits, and runs those that have children."""
-    tree = Tree(tree.choices[:steps])  # level order: what is left is a tree
+    tree = Tree(tree.choices[:num_drafts])  # level order: what is left is a tree
     num_requests = logits.shape[0]
     inner = np.unique(tree.parents[tree.parents != PAD_TOKEN])  # nodes with children, ascending
     cache = with_nodes(cache, num_requests, len(inner))
@@ -227,7 +172,7 @@ def _grow_dynamic(
     hidden: Float[Array, "B 1 D"] | None,
     run: Callable,
     cache: KVCache,
-    steps: int,
+    num_drafts: int,
 ) -> _Grown:
     """Extends the likeliest nodes of each level; keeps the likeliest candidates of all levels."""
     K, num_requests = tree.top_k, logits.shape[0]
@@ -269,22 +214,20 @@ def _grow_dynamic(
         jnp.where(parent == PAD_TOKEN, PAD_TOKEN, index),
         take(jnp.array(depths, jnp.int32), kept),
     )
-    tokens, parent, depth = (x[:, :steps] for x in columns)
+    tokens, parent, depth = (x[:, :num_drafts] for x in columns)
     return tokens, parent, depth, _without_nodes(cache)
 
 
-def _reach(
+def _num_stored(
     batch: Batch, start: _Start, depth: int, page_size: int, max_model_len: int
 ) -> Int[Array, "B"]:
-    """How deep a request's tree may be: as many drafts as a chain would get, see `_draft`."""
+    """Counts the levels of each request's tree whose rows would have a KV slot in a chain."""
     position = start.position[:, None] + jnp.arange(depth, dtype=jnp.int32)[None]  # [B, depth]
     page = batch.block_table.at[
         jnp.arange(position.shape[0], dtype=jnp.int32)[:, None], position // page_size
     ].get(mode="fill", fill_value=PAD_SLOT, wrap_negative_indices=False)
     stored = (page >= 0) & (position < max_model_len)
-    num_stored = jnp.cumprod(stored, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
-    reach = jnp.clip(max_model_len - 1 - _draft.next_position(batch), 0, num_stored)
-    return jnp.where(start.live, reach, 0)
+    return jnp.cumprod(stored, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
 
 
 def _pick(x: Array, index: Int[Array, "B Y"]) -> Array:

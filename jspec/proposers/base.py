@@ -3,7 +3,16 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jspec.config import CacheConfig
+from jspec.models import llama, weights
 from jspec.models.config import ModelConfig
+from jspec.models.kv_cache import KVCache
 from jspec.models.layers import Rules
 from jspec.models.llama import HiddenId
 from jspec.state import Batch, Drafts, Memory, Params
@@ -46,8 +55,8 @@ class Proposer(NamedTuple):
       Config: frozen dataclass with `num_drafts`, `vocab_size` (None = unbounded) and a classmethod
         `tiny()` that the contract tests build from.
       init: `(config, params, cache, max_requests) -> memory`; cache is a CacheConfig.
-      propose: `(config, params, memory, batch, columns) -> (memory, drafts)`; pure and traceable
-        for kind "device". Never writes to its arguments, "host" memory excepted. `columns` is
+      propose: `(config, params, memory, batch, num_drafts) -> (memory, drafts)`; pure and traceable
+        for kind "device". Never writes to its arguments, "host" memory excepted. `num_drafts` is
         static, 0..config.num_drafts: drafts that are wanted; what is more gets cut.
       admit: `(config, memory, slot, tokens, num_tokens) -> memory`, or None where a request
         needs no row. Device: tokens is int32 [max_model_len], PAD after `num_tokens`.
@@ -83,6 +92,35 @@ class Proposer(NamedTuple):
     def model_free(self) -> bool:
         """Whether it drafts from token ids alone, with `params` None."""
         return self.init_params is None and not self.reads(self.Config.tiny()).hidden_layers
+
+
+def init_pages(config: Any, params: Params, cache: CacheConfig, max_requests: int) -> KVCache:
+    """Allocates KV pages of the drafter's own, one for each of the target's: `Proposer.init`."""
+    del params, max_requests
+    return llama.init_pages(config.decoder, cache)
+
+
+def init_params(
+    module: type[nnx.Module],
+    config: Any,
+    key: Array,
+    dtype: DTypeLike,
+    *,
+    num_ids: int | None = None,
+) -> Params:
+    """Draws random params of `module`, for tests and benchmarks.
+
+    Args:
+      module: made as `module(config.model, dtype)`.
+      config: a proposer's.
+      key: random key, consumed.
+      dtype: of the weights.
+      num_ids: tokens of a draft vocabulary, which lie evenly in the target's.
+    """
+    params, V = weights.draw(module, config.model, key, dtype), config.vocab_size
+    if num_ids not in (None, V):
+        params["target_ids"] = jnp.asarray(np.arange(num_ids) * V // num_ids, jnp.int32)
+    return params
 
 
 def refuse_axes(method: str, *models: ModelConfig) -> None:

@@ -6,30 +6,26 @@ the context, where the next step overwrites them. Source: arXiv 2602.06036; vLLM
 v1/spec_decode/dflash.py.
 """
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec import metadata
 from jspec._checks import check_at_least
 from jspec.axes import PAD_SLOT
-from jspec.checkpoint import Checkpoint, Model, check_layers
-from jspec.config import CacheConfig
 from jspec.metadata import CommonAttentionMetadata, set_inputs_first_pass_dflash
-from jspec.models import dflash, llama
-from jspec.models.dflash import BlockConfig
+from jspec.models import weights
+from jspec.models.dflash import BlockConfig, DFlash
 from jspec.models.kv_cache import KVCache
-from jspec.models.layers import Rules
 from jspec.proposers import _draft
-from jspec.proposers._draft import DraftingConfig, Vocabulary
-from jspec.proposers.base import Drafter, Proposer, Reads, refuse_axes
+from jspec.proposers._config import DraftingConfig
+from jspec.proposers._draft import Vocabulary
+from jspec.proposers.base import Proposer, Reads, init_pages, init_params, refuse_axes
 from jspec.proposers.loaders import dflash as loader
-from jspec.proposers.loaders.hf_config import mask_token_of
 from jspec.state import Batch, Drafts, PagedView, Params
 
 
@@ -53,7 +49,7 @@ class DFlashConfig(DraftingConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        refuse_axes("dflash", self.model.decoder)
+        refuse_axes("dflash", self.decoder)
         check_at_least("DFlashConfig", 0, mask_token=self.mask_token)
         if self.mask_token >= self.vocab_size:
             raise ValueError(
@@ -62,25 +58,14 @@ class DFlashConfig(DraftingConfig):
                 "that was trained for this target."
             )
 
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the target (V)."""
-        return self.model.decoder.vocab_size
-
     @classmethod
     def tiny(cls):
         """Returns a config that tests can afford."""
         return cls(num_drafts=3, model=BlockConfig.tiny(), mask_token=63)
 
 
-def init(config: DFlashConfig, params: Params, cache: CacheConfig, max_requests: int) -> KVCache:
-    """Allocates the drafter's own KV pages, one for each of the target's."""
-    del params, max_requests
-    return llama.init_pages(config.model.decoder, cache)
-
-
 def propose(
-    config: DFlashConfig, params: Params, memory: KVCache, batch: Batch, columns: int
+    config: DFlashConfig, params: Params, memory: KVCache, batch: Batch, num_drafts: int
 ) -> tuple[KVCache, Drafts]:
     """Adds the step's accepted tokens to the context, then runs one block for each request."""
     if batch.token_index is not None:
@@ -88,7 +73,7 @@ def propose(
             "dflash: `positions` has three axes (M-RoPE), and the block's rows have one. Draft "
             "with a chain that reads hidden states (eagle, eagle3, mtp)."
         )
-    model = dflash.build(config.model, params)
+    model = weights.bind(DFlash, config.model, params)
     B, W = batch.next_token.shape[0], config.num_drafts + 1
     page_size = memory.page_size
     limit = min(memory.max_model_len, batch.block_table.shape[1] * page_size)
@@ -110,7 +95,7 @@ def propose(
         memory = model.precompute_context_kv(
             batch.hidden, rows.context_positions, rows.context_slots, memory
         )
-    if columns == 0:
+    if num_drafts == 0:
         return memory, _draft.no_drafts(_vocabulary(config, params), config, batch)
 
     # 2. The block. It ends before the first row without a slot: no row may see what lies there.
@@ -131,8 +116,9 @@ def propose(
 
     # 3. The mask rows' tokens.
     with jax.named_scope("pick"):
-        tokens, probs = _pick(config, params, model, batch, out[:, 1 : 1 + columns])
-    return memory, _draft.truncate(batch, tokens, probs, slots[:, 1 : 1 + columns], limit)
+        tokens, probs = _pick(config, params, model, batch, out[:, 1 : 1 + num_drafts])
+    stored = slots[:, 1 : 1 + num_drafts] >= 0
+    return memory, _draft.truncate(batch, tokens, probs, limit, stored=stored)
 
 
 def _vocabulary(config: DFlashConfig, params: Params) -> Vocabulary:
@@ -142,7 +128,7 @@ def _vocabulary(config: DFlashConfig, params: Params) -> Vocabulary:
 def _pick(
     config: DFlashConfig,
     params: Params,
-    model: dflash.DFlash,
+    model: DFlash,
     batch: Batch,
     hidden: Float[Array, "B K D"],
 ) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None]:
@@ -168,75 +154,20 @@ def _pick(
     return tokens.T, None if probs is None else probs.swapaxes(0, 1)
 
 
-def reads(config: DFlashConfig) -> Reads:
-    """Asks for the target's hidden states that are fused."""
-    return Reads(
-        hidden_layers=config.model.hidden_layers,
-        hidden_size=config.model.input_size,
-        sampling=config.draft_sampling == "probabilistic",
-    )
-
-
-def init_params(config: DFlashConfig, key: Array, dtype: DTypeLike) -> Params:
-    """Draws random params, for tests and benchmarks."""
-    return dflash.init_params(config.model, key, dtype)
-
-
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Tells a DFlash or DFlash2 drafter by `architectures`, `dflash_config` or tensor names."""
-    return loader.recognises(config, names)
-
-
-def load(
-    checkpoint: Checkpoint,
-    target: Model,
-    *,
-    dtype: DTypeLike,
-    num_drafts: int | None = None,
-    draft_sampling: Literal["greedy", "probabilistic"] = "greedy",
-) -> Drafter:
-    """Loads a drafter in z-lab's layout, in vLLM's or in the speculators format.
-
-    Args:
-      checkpoint: its folder. An embedding or a head of its own is kept where it differs from the
-        target's.
-      target: the model that the drafter was trained for.
-      dtype: of the drafter's weights.
-      num_drafts: most drafts a request gets (K), by default the block size less one.
-      draft_sampling: as in `DFlashConfig`.
-
-    Raises:
-      ValueError: the drafter is for another target, an option of it is not supported, or tensors
-        and config do not fit (all are listed).
-    """
-    refuse_axes("dflash", target.config)
-    loader.check_files(checkpoint.files)
-    hf = loader.plain(checkpoint.config)
-    check_layers("dflash", hf.get("num_hidden_layers"), checkpoint.names)
-    names = [dflash.rename(name) for name in checkpoint.names]
-    config = DFlashConfig(
-        num_drafts=loader.num_drafts(hf) if num_drafts is None else num_drafts,
-        draft_sampling=draft_sampling,
-        model=loader.block_config(hf, names, target),
-        mask_token=mask_token_of(hf, target.config.vocab_size),
-    )
-    return Drafter(config, loader.params(config.model, checkpoint, target, dtype))
-
-
-def rules(config: DFlashConfig, names: Collection[str]) -> Rules:
-    """Returns where each tensor of a checkpoint is in the params, by its full name."""
-    table = dflash.rules(config.model) | loader.TABLES
-    return {name: table.get(dflash.rename(name)) for name in names}
-
-
 PROPOSER = Proposer(
     name="dflash",
     Config=DFlashConfig,
-    init=init,
+    init=init_pages,
     propose=propose,
-    reads=reads,
-    init_params=init_params,
-    recognises=recognises,
-    load=load,
-    rules=rules,
+    reads=lambda config: Reads(
+        hidden_layers=config.model.hidden_layers,
+        hidden_size=config.model.input_size,
+        sampling=config.samples,
+    ),
+    init_params=lambda config, key, dtype: init_params(
+        DFlash, config, key, dtype, num_ids=config.model.draft_vocab_size
+    ),
+    recognises=loader.recognises,
+    load=partial(loader.load, DFlashConfig),
+    rules=loader.rules,
 )

@@ -93,7 +93,7 @@ def propose(
     params: Params,
     memory: HiddenCache,
     batch: Batch,
-    columns: int,
+    num_drafts: int,
 ) -> tuple[HiddenCache, Drafts]:
     """Stores the states of the step's rows at their slots; drafts the newest token again."""
     del params
@@ -108,7 +108,7 @@ def propose(
     drafts = (batch.num_valid > 0) & fits  # [B]
     tokens = jnp.where(drafts, batch.next_token, PAD_TOKEN)[:, None]  # [B] -> [B, 1]
     return memory, Drafts(
-        tokens=tokens[:, :columns], num_drafts=jnp.where(drafts, jnp.int32(columns), 0)
+        tokens=tokens[:, :num_drafts], num_drafts=jnp.where(drafts, jnp.int32(num_drafts), 0)
     )
 
 

@@ -29,7 +29,7 @@ _BLOCK = 64  # tokens that are compared at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class NgramConfig:
+class NgramConfig(_host.HasVocabulary):
     """Chooses how long a suffix is looked up and how much is drafted from its match.
 
     Attributes:
@@ -71,11 +71,6 @@ class NgramConfig:
         """Shortest and longest suffix that is looked up, in tokens."""
         return cast(tuple[int, int], (self.prompt_lookup_min, self.prompt_lookup_max))
 
-    @property
-    def id_limit(self) -> int:
-        """Ids at or above it, like negative ones, count as PAD."""
-        return _host.id_limit(self.vocab_size)
-
     @classmethod
     def tiny(cls):
         """Returns a config that finds matches in short random contexts."""
@@ -104,7 +99,7 @@ def init(config: NgramConfig, params: Any, cache: CacheConfig, max_requests: int
 
 
 def propose(
-    config: NgramConfig, params: Any, memory: Memory, batch: Batch, columns: int
+    config: NgramConfig, params: Any, memory: Memory, batch: Batch, num_drafts: int
 ) -> tuple[Memory, Drafts]:
     """Records the tokens of a step and drafts from each request's own history.
 
@@ -113,7 +108,7 @@ def propose(
       params: unused.
       memory: rewritten in place and returned.
       batch: numpy leaves; JAX arrays are copied to the host.
-      columns: unused: a shorter draft is a cut one.
+      num_drafts: unused: the caller truncates drafts to it.
 
     Returns:
       (memory, drafts): numpy int32. A row without a kept token or without a match has none; with
@@ -122,11 +117,11 @@ def propose(
     Raises:
       TypeError: called inside jit.
     """
-    del params, columns
+    del params, num_drafts
     slot, *rest = _host.read_step("ngram", batch)
     lengths = np.zeros_like(slot)
     _record(memory.history, slot, *rest, config.id_limit, lengths)
-    tokens, num_drafts = _search(
+    tokens, count = _search(
         memory.history,
         slot,
         lengths,
@@ -134,7 +129,7 @@ def propose(
         bounds=config.bounds,
         max_model_len=memory.history.shape[1],
     )
-    return memory, Drafts(tokens=tokens, num_drafts=num_drafts)
+    return memory, Drafts(tokens=tokens, num_drafts=count)
 
 
 def admit(

@@ -43,7 +43,7 @@ def init(config: NgramGPUConfig, params: Any, cache: CacheConfig, max_requests: 
 
 
 def propose(
-    config: NgramGPUConfig, params: Any, memory: Memory, batch: Batch, columns: int
+    config: NgramGPUConfig, params: Any, memory: Memory, batch: Batch, num_drafts: int
 ) -> tuple[Memory, Drafts]:
     """Records the tokens of a step and drafts from each request's own history.
 
@@ -52,13 +52,13 @@ def propose(
       params: unused.
       memory: donate it, and the write happens in place.
       batch: the step.
-      columns: unused: a shorter draft is a cut one.
+      num_drafts: unused: the caller truncates drafts to it.
 
     Returns:
       (memory, drafts). A row without a kept token or without a match has none; with n known
       tokens, the newest included, there are at most max_model_len - n.
     """
-    del params, columns
+    del params, num_drafts
     max_model_len = memory.history.shape[1]
 
     with jax.named_scope("record"):
@@ -75,10 +75,10 @@ def propose(
             max_n=max_n,
             num_drafts=config.num_drafts,
         )
-        num_drafts = jnp.minimum(num_valid, jnp.maximum(max_model_len - lengths, 0))
-        kept = jnp.arange(config.num_drafts, dtype=jnp.int32)[None, :] < num_drafts[:, None]
+        count = jnp.minimum(num_valid, jnp.maximum(max_model_len - lengths, 0))
+        kept = jnp.arange(config.num_drafts, dtype=jnp.int32)[None, :] < count[:, None]
         tokens = jnp.where(kept, tokens, PAD_TOKEN)
-    return Memory(history=history), Drafts(tokens=tokens, num_drafts=num_drafts)
+    return Memory(history=history), Drafts(tokens=tokens, num_drafts=count)
 
 
 def admit(

@@ -24,7 +24,7 @@ from jspec.suffix import SuffixDecodingCache
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuffixConfig:
+class SuffixConfig(_host.HasVocabulary):
     """Chooses how sure a draft must be and how much is remembered.
 
     Attributes:
@@ -89,11 +89,6 @@ class SuffixConfig:
         """`num_drafts`, which is None in the signature alone."""
         return cast(int, self.num_drafts)
 
-    @property
-    def id_limit(self) -> int:
-        """Ids at or above it, like negative ones, count as PAD."""
-        return _host.id_limit(self.vocab_size)
-
     @classmethod
     def tiny(cls):
         """Returns a config that finds matches in short random contexts."""
@@ -148,32 +143,24 @@ def init(config: SuffixConfig, params: Any, cache: CacheConfig, max_requests: in
 
 
 def propose(
-    config: SuffixConfig, params: Any, memory: Memory, batch: Batch, columns: int
+    config: SuffixConfig, params: Any, memory: Memory, batch: Batch, num_drafts: int
 ) -> tuple[Memory, Drafts]:
     """Adds the tokens of a step to the trees and drafts; row i is added before row i + 1 drafts.
 
-    Args:
-      config: static choices.
-      params: unused.
-      memory: rewritten in place and returned.
-      batch: numpy leaves; JAX arrays are copied to the host.
-      columns: unused: a shorter draft is a cut one.
+    Args, Raises: as `jspec.proposers.ngram.propose`.
 
     Returns:
       (memory, drafts): numpy int32. A row without a kept token drafts nothing; with n known tokens,
       the newest included, there are at most max_model_len - n - 1 drafts.
-
-    Raises:
-      TypeError: called inside jit.
     """
-    del params, columns
+    del params, num_drafts
     slot, query_start, *rest = _host.read_step("suffix", batch)
     new_start, room = np.zeros_like(query_start), np.zeros_like(slot)
     new_tokens = np.empty(batch.token_ids.size + slot.size, np.int32)
     limits = (config.id_limit, memory.max_model_len)
     known = memory.num_known
     _collect(slot, query_start, *rest, *limits, known, new_tokens, new_start, room)
-    tokens, num_drafts = memory.cache.advance(
+    tokens, count = memory.cache.advance(
         [memory.requests[s] if 0 <= s < known.size else None for s in slot.tolist()],
         new_tokens[: new_start[-1]],
         new_start,
@@ -183,8 +170,8 @@ def propose(
         max_spec_offset=config.max_spec_offset,
         min_token_prob=config.min_token_prob,
     )
-    _cut(tokens, num_drafts)
-    return memory, Drafts(tokens=tokens, num_drafts=num_drafts)
+    _cut(tokens, count)
+    return memory, Drafts(tokens=tokens, num_drafts=count)
 
 
 def admit(

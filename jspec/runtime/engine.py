@@ -273,7 +273,7 @@ class Engine:
 
     def _draft(self, scheduled: Scheduled, verified: Verified) -> Drafts:
         begin = time.perf_counter()
-        self.state, drafts = api.step(
+        self.state, drafts = api.step_checked(
             self.state, scheduled, verified, num_drafts=self.scheduler.num_drafts
         )
         self.report.draft_seconds += time.perf_counter() - begin

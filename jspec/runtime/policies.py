@@ -23,7 +23,7 @@ __all__ = [
     "policy",
 ]
 
-_PRIOR_RATE = 0.4
+_PRIOR_RATE = 0.3
 """Acceptance rate that a drafter is assumed to have before the first outcome."""
 _MARGIN = 0.05
 """Least expected gain for which drafts are verified: less is within the error of estimates."""

@@ -89,11 +89,10 @@ class SuffixDecodingCache:
         max_bytes: int | None = None,
     ):
         owner = type(self).__name__
-        check_at_least(owner, 1, max_tree_depth=max_tree_depth)
+        limits = {"max_cached_tokens": max_cached_tokens, "max_bytes": max_bytes}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        check_at_least(owner, 1, max_tree_depth=max_tree_depth, **given)
         check_at_least(owner, -1, max_cached_requests=max_cached_requests)
-        for name, limit in (("max_cached_tokens", max_cached_tokens), ("max_bytes", max_bytes)):
-            if limit is not None:
-                check_at_least(owner, 1, **{name: limit})
         compiled.compile_all()
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
@@ -233,15 +232,16 @@ class SuffixDecodingCache:
             if len(context) > self.max_tree_depth:
                 context = context[-self.max_tree_depth :]
             most = self.max_tree_depth if max_spec_tokens is None else max_spec_tokens
-            where = (*self._forest, own, self._shared_root, context)
+            where = (own, self._shared_root, context)
             # Of the compiled types: others would be compiled anew.
             limits = (most, float(max_spec_factor), float(max_spec_offset), float(min_token_prob))
             if use_tree_spec:
-                *lists, score, match_len = compiled.speculate_tree(*where, *limits)
+                *lists, score, match_len = compiled.speculate_tree(*self._forest, *where, *limits)
                 ids, parents, probs = (array.tolist() for array in lists)
                 return SuffixDecodingDraft(ids, parents, probs, score, match_len)
             tokens, probs = self._draft
-            count, score, match_len = compiled.speculate(*where, *limits, tokens, probs)
+            arguments = (*self._forest, tokens, probs, *limits, *where)
+            count, score, match_len = compiled.speculate(*arguments)
             if count == 0:
                 return SuffixDecodingDraft(match_len=match_len)
             ids, parents = tokens[:count].tolist(), list(range(-1, count - 1))

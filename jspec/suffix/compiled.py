@@ -46,7 +46,7 @@ def compile_all() -> None:
         (extend, (int64, int64, _VECTOR)),
         (remove_sequence, (int64,)),
         (remove_tree, (int64,)),
-        (speculate, (int64, int64, _VECTOR, *limits, _VECTOR, float32[::1])),
+        (speculate, (_VECTOR, float32[::1], *limits, int64, int64, _VECTOR)),
         (advance, (*[_VECTOR] * 5, int64, *limits[1:], _TABLE, _VECTOR)),
     ):
         function.compile((*_FOREST, *arguments))
@@ -130,15 +130,15 @@ def speculate(
     used,
     buckets,
     chain,
-    own,
-    shared_root,
-    context,
+    tokens,  # [most] out
+    probs,  # [most] out
     most,
     factor,
     offset,
     least_prob,
-    tokens,
-    probs,
+    own,
+    shared_root,
+    context,
 ):
     """See `jspec.suffix.drafting.speculate`."""
     forest = Forest(nodes, groups, pages, sequences, used, buckets, chain)

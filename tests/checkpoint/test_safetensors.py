@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import jspec
 from jspec import checkpoint
-from jspec.models import llama
+from jspec.models import llama, weights
 from jspec.models.config import ModelConfig
 
 
@@ -113,7 +113,9 @@ def test_a_tensor_that_comes_twice_is_refused(source):
     pairs = list(checkpoint.read(source).tensors())
     with pytest.raises(ValueError, match=r"repeated: lm_head.weight \[128, 32\]"):
         checkpoint.assemble(
-            llama.abstract_params(config, "float32"), llama.rules(config), [*pairs, pairs[0]]
+            weights.abstract(llama.Llama, config, "float32"),
+            llama.rules(config),
+            [*pairs, pairs[0]],
         )
 
 
@@ -278,7 +280,7 @@ def test_loading_holds_the_weights_once(tmp_path, source):
     (tmp_path / "config.json").write_text(json.dumps(config))
     shapes = ModelConfig.from_hf(config)
     rng = np.random.default_rng(0)
-    template = llama.abstract_params(shapes, "float32")
+    template = weights.abstract(llama.Llama, shapes, "float32")
     tensors = {}
     for name, place in llama.rules(shapes).items():
         leaf = template

@@ -309,7 +309,7 @@ def test_masks_of_a_block_that_differ_are_warned_of(config, words):
 
 def test_a_block_size_in_two_places_is_warned_of():
     hf = {"block_size": 8, "dflash_config": {"block_size": 4}}
-    number, text = warned_once(dflash.num_drafts, hf)
+    number, text = warned_once(dflash._num_drafts, hf)
     assert number == 3 and "dflash_config.block_size 4 and block_size 8" in text
 
 

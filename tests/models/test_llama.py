@@ -9,7 +9,7 @@ import pytest
 
 import jspec
 from jspec.checkpoint import Model
-from jspec.models import llama
+from jspec.models import llama, weights
 from jspec.models.config import ModelConfig
 from tests.support import recordings
 from tests.support.heads import GAP_TOLERANCE, NEAR_TIE, TOLERANCE, gaps
@@ -207,7 +207,7 @@ def test_bfloat16_stays_near_float32(target_llama):
 )
 def test_the_rules_fill_every_column_of_every_leaf_once(changes):
     config = ModelConfig.tiny(**changes)
-    template = llama.abstract_params(config, "float32")
+    template = weights.abstract(llama.Llama, config, "float32")
     columns = {}
     for place in filter(None, llama.rules(config).values()):
         leaf = functools.reduce(lambda tree, key: tree[key], place.path, template)
@@ -220,7 +220,7 @@ def test_the_rules_fill_every_column_of_every_leaf_once(changes):
 def test_random_params_fit_the_template_and_give_spread_logits():
     config = ModelConfig.tiny(num_layers=1, qkv_bias=True, qk_norm=True)
     params = llama.init_params(config, jax.random.key(0), "float32")
-    template = llama.abstract_params(config, "float32")
+    template = weights.abstract(llama.Llama, config, "float32")
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), template
     )
@@ -234,8 +234,8 @@ def test_random_params_fit_the_template_and_give_spread_logits():
 
 def test_a_caller_cannot_change_the_cached_template():
     config = ModelConfig.tiny()
-    llama.abstract_params(config, "float32").clear()
-    assert "embed" in llama.abstract_params(config, "float32")
+    weights.abstract(llama.Llama, config, "float32").clear()
+    assert "embed" in weights.abstract(llama.Llama, config, "float32")
 
 
 def test_an_unknown_hidden_layer_is_refused(target_llama):

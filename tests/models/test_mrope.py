@@ -21,6 +21,7 @@ from jspec.proposers.draft_model import DraftModelConfig
 from jspec.proposers.eagle3 import Eagle3Config
 from tests.support.counting import backend_compiles
 from tests.support.steps import Row, make_step
+from tests.support.toy_loop import Recording
 
 MROPE = RopeConfig(mrope_section=(2, 1, 1))
 INTERLEAVED = RopeConfig(mrope_section=(2, 1, 1), mrope_interleaved=True)
@@ -226,7 +227,7 @@ def test_one_step_at_the_limit_advances_the_index(impl):
 
 def axes_step(rows, axes, config, *, num_rows):
     """A step whose positions are given as three axes."""
-    reads = mtp_proposer.reads(config)
+    reads = mtp_proposer.PROPOSER.reads(config)
     scheduled, verified = make_step(
         rows,
         num_requests=len(rows) + 1,
@@ -256,10 +257,8 @@ def views_of_chain(rows, axes, *, max_model_len, steps, num_rows=12):
             _draft.DraftModel(run=run, logits=lambda out: out, vocab_size=32),
             config,
             batch,
-            None,
-            page_size=4,
-            max_model_len=max_model_len,
-            steps=steps,
+            Recording(record=None, page_size=4, max_model_len=max_model_len),
+            num_drafts=steps,
             shift=True,
         )
     return views, drafts
@@ -311,7 +310,7 @@ CACHE = jspec.CacheConfig(num_pages=16, page_size=4, max_model_len=16, dtype="fl
 
 
 def admitted(config):
-    params = mtp_proposer.init_params(config, jax.random.key(1), "float32")
+    params = mtp_proposer.PROPOSER.init_params(config, jax.random.key(1), "float32")
     state = jspec.init(config, params, cache=CACHE, max_requests=3)
     for row in ROWS:
         state = jspec.admit(state, row.slot, row.context)

@@ -22,8 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jspec import CacheConfig, DraftModelConfig, prepare
 from jspec.models import llama
 from jspec.models.layers import head_logits
+from jspec.proposers._config import DraftingConfig
 from jspec.proposers import _draft, draft_model
-from jspec.proposers._draft import DraftingConfig, Vocabulary
+from jspec.proposers._draft import Vocabulary
 from tests.support.padded_tables import padded_config, padded_params
 from tests.support.steps import Row, make_step
 

@@ -12,6 +12,7 @@ import jspec
 from jspec import api
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.models import dflash
+from jspec.models import weights as model_weights
 from jspec.models.dflash import AttentionMask, BlockConfig
 from jspec.models.dflash2 import RefineConfig
 from jspec.proposers import dflash as proposer
@@ -60,7 +61,7 @@ def run(state, rows, *, hidden=None, num_rows=64, num_requests=4, width=None, **
         num_rows=num_rows,
         width=width or state.config.num_drafts + 1,
         pages_per_request=pages,
-        reads=proposer.reads(state.config),
+        reads=proposer.PROPOSER.reads(state.config),
         poison=True,
     )
     if hidden is not None:
@@ -78,7 +79,7 @@ def tiny(**changes):
 
 @functools.cache
 def weights(config):
-    return proposer.init_params(config, jax.random.key(1), "float32")
+    return proposer.PROPOSER.init_params(config, jax.random.key(1), "float32")
 
 
 REFINED = BlockConfig.tiny(refine=RefineConfig(num_taps=2, group_size=8, rank=4, top_k=5))
@@ -203,7 +204,7 @@ def run_without_pages(row, pages, missing):
         num_rows=8,
         width=4,
         pages_per_request=PAGES,
-        reads=proposer.reads(config),
+        reads=proposer.PROPOSER.reads(config),
     )
     table = scheduled.block_table[:, :pages].copy()
     if missing is not None:
@@ -241,7 +242,7 @@ def test_a_draft_vocabulary_drafts_its_own_target_ids():
 def test_a_tie_between_candidates_goes_to_the_lowest_id():
     config, params = tiny(model=REFINED)
     params = params | {"selector": params["selector"] | {"after": jnp.zeros((64, 4))}}
-    selector = dflash.build(REFINED, params).selector
+    selector = model_weights.bind(dflash.DFlash, REFINED, params).selector
     logits = np.zeros((1, 64), np.float32)
     logits[0, [40, 9, 30]] = [3, 2, 3]
     scores = selector.rescore(jnp.asarray(logits), jnp.ones((1, 32)), np.zeros(1, np.int32))
@@ -256,7 +257,7 @@ def test_positions_of_three_axes_are_refused():
         num_rows=1,
         width=4,
         pages_per_request=PAGES,
-        reads=proposer.reads(config),
+        reads=proposer.PROPOSER.reads(config),
     )
     scheduled = dataclasses.replace(
         scheduled,

@@ -9,7 +9,7 @@ import pytest
 
 import jspec
 from jspec.axes import PAD_TOKEN
-from jspec.models import dflash
+from jspec.models import dflash, weights
 from jspec.proposers import dflash as proposer
 from tests.proposers.test_dflash import PAGE_SIZE, PAGES, fresh, run
 from tests.support import recordings
@@ -42,7 +42,7 @@ def pages_of(data, config):
 def block_of(name):
     """Runs the recorded prompts and blocks at once, over shuffled pages that hold NaN before."""
     data, (config, params) = recordings.expected(name), load(name)
-    model, n = dflash.build(config.model, params), recordings.num_prompts(data)
+    model, n = weights.bind(dflash.DFlash, config.model, params), recordings.num_prompts(data)
     decoder, W, pages = config.model.decoder, config.num_drafts + 1, pages_of(data, config)
     lens = [len(data[f"prompt_{i}"]) for i in range(n)]
     tables = shuffled_tables(np.random.default_rng(20240229), n, pages, n * pages + 4)
@@ -90,7 +90,7 @@ def test_context_and_block_have_the_recorded_keys_values_hidden_states_and_logit
 
 @recordings.each_model("dflash")
 def test_the_target_gives_the_recorded_context_features_and_next_token(name):
-    layers = proposer.reads(load(name).config).hidden_layers
+    layers = proposer.PROPOSER.reads(load(name).config).hidden_layers
     assert_target_gives_what_a_head_read(name, layers, "context_features")
 
 
@@ -160,7 +160,7 @@ def scores(name, i, j, previous):
     """Scores draft j of prompt i behind a token: (rescored, sorted logits)."""
     data, (config, params) = recordings.expected(name), load(name)
     logits = data[f"block_logits_{i}"][j : j + 1]
-    rescored = dflash.build(config.model, params).selector.rescore(
+    rescored = weights.bind(dflash.DFlash, config.model, params).selector.rescore(
         jnp.asarray(logits),
         jnp.asarray(data[f"block_hidden_{i}"][j + 1 : j + 2]),
         np.array([previous], np.int32),

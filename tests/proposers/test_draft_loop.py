@@ -9,10 +9,12 @@ import pytest
 
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.proposers import _draft
-from jspec.proposers._draft import DraftingConfig, DraftModel
+from jspec.proposers._config import DraftingConfig
+from jspec.proposers._draft import DraftModel
 from tests.support import recordings
 from tests.support.toy_loop import (
     Case,
+    Recording,
     assert_as_recorded,
     named,
     num_allowed,
@@ -214,12 +216,11 @@ def draft_with(model, case, steps, shift, draft=_draft.chain):
         draft,
         model,
         DraftingConfig(num_drafts=steps),
-        page_size=case.block_size,
-        max_model_len=case.max_model_len,
-        steps=steps,
+        num_drafts=steps,
         shift=shift,
     )
-    return jax.jit(lambda batch: propose(batch, None)[1])(case.batch())
+    none = Recording(record=None, page_size=case.block_size, max_model_len=case.max_model_len)
+    return jax.jit(lambda batch: propose(batch, none)[1])(case.batch())
 
 
 @pytest.mark.parametrize("draft", [_draft.chain, _draft.in_parallel])

@@ -10,10 +10,11 @@ import pytest
 
 import jspec
 from jspec.checkpoint import read
-from jspec.models import eagle
-from jspec.models.eagle import EagleModelConfig
+from jspec.models import weights
+from jspec.models.eagle import Eagle, EagleModelConfig
 from jspec.proposers import _draft
-from jspec.proposers.eagle import PROPOSER, draft_model, recognises
+from jspec.proposers.eagle import PROPOSER, draft_model
+from jspec.proposers.loaders.eagle import recognises
 from tests.conftest import GOLDEN
 from tests.support import recordings
 from tests.support.heads import (
@@ -120,14 +121,14 @@ def test_the_target_gives_the_recorded_hidden_states_and_next_token(name):
 def test_two_layers_are_those_of_a_plain_loop(rng):
     """Layer 0 has no input norm, layer 1 has one, nothing is normed at the end."""
     config = EagleModelConfig.tiny(num_layers=2, fc_bias=True, qkv_bias=True)
-    params = eagle.init_params(config, jax.random.key(3), "float32")
+    params = weights.draw(Eagle, config, jax.random.key(3), "float32")
     params = jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape, "f"), params)
     ids, hidden = rng.integers(0, 64, 9), rng.standard_normal((9, 32), np.float32)
     tables = shuffled_tables(rng, 1, 2, 2)
     view = make_view(tables, [0], [9], page_size=PAGE_SIZE)
     cache = poisoned_cache(config, num_pages=2, page_size=PAGE_SIZE)
-    model = eagle.build(config, params)
-    out, _ = model(ids.astype(np.int32), hidden, view, cache)
+    model = weights.bind(Eagle, config, params)
+    out, _, _ = model(ids.astype(np.int32), hidden, view, cache)
     wanted = dense(config, jax.tree.map(np.float64, params), ids, hidden)
     np.testing.assert_allclose(out, wanted, **TOLERANCE)
     np.testing.assert_allclose(model.logits(out), wanted @ params["head"].T, atol=1e-3)
@@ -207,7 +208,7 @@ def test_a_head_is_recognised_by_its_tensors():
         ({"lm_head.weight": np.ones((128, 64))}, "lm_head.weight.*Remove"),
         (
             {"embed_tokens.weight": np.ones((128, 32))},
-            r"\[128, 32\], wanted \[128, 64\].*same head",
+            r"embed_tokens.weight \[128, 32\], wanted \[128, 64\].*same model",
         ),
         ({"drop": ["fc.weight"]}, r"missing: fc.weight \[64, 128\]"),
         (

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.models import eagle3
+from jspec.models import weights
 from jspec.models.config import ModelConfig
-from jspec.models.eagle3 import Eagle3ModelConfig
+from jspec.models.eagle3 import Eagle3ModelConfig, Head
 from jspec.proposers import _draft
 from jspec.proposers.eagle3 import PROPOSER, draft_model
 from tests.support import recordings
@@ -42,10 +42,7 @@ def load(name, given=None, **kwargs):
 
 def before_norm(config, params):
     """The draft model, with the residual stream as the output that logits are read from."""
-    head = eagle3.build(
-        dataclasses.replace(config.model, norm_output=False),
-        {name: leaf for name, leaf in params.items() if name != "target_ids"},
-    )
+    head = weights.bind(Head, dataclasses.replace(config.model, norm_output=False), params)
 
     def run(*arguments):
         _, x, cache = head(*arguments)
@@ -69,7 +66,7 @@ def first_pass_of(name):
 
     @jax.jit
     def run(params, batch, cache):
-        fused = eagle3.build(config.model, without_ids(params)).fuse(batch.hidden)
+        fused = weights.bind(Head, config.model, params).fuse(batch.hidden)
         rows = _draft.first_pass(
             dataclasses.replace(batch, hidden=fused),
             num_slots=1,
@@ -105,10 +102,6 @@ def test_the_first_pass_gives_the_recorded_hidden_states_and_logits(name):
             np.testing.assert_allclose(out[rows], data[f"norm_hidden_{i}"], **TOLERANCE)
 
 
-def without_ids(params):
-    return {name: leaf for name, leaf in params.items() if name != "target_ids"}
-
-
 @functools.cache
 def chain_of(name, is_prenorm):
     """Drafts the recorded chain: (drafts, what each was picked from, its logits)."""
@@ -119,7 +112,7 @@ def chain_of(name, is_prenorm):
 
     @jax.jit
     def run(params, batch, cache):
-        fused = eagle3.build(config.model, without_ids(params)).fuse(batch.hidden)
+        fused = weights.bind(Head, config.model, params).fuse(batch.hidden)
         batch = dataclasses.replace(batch, hidden=fused)
         return chain_with_outputs(before_norm(config, params), config, batch, cache, steps=steps)
 
@@ -173,13 +166,13 @@ def test_every_option_is_that_of_a_plain_loop(decoder, options, rng):
         decoder=ModelConfig.tiny(**decoder),
         **{"draft_vocab_size": 40, "target_size": 24} | options,
     )
-    params = eagle3.init_params(model, jax.random.key(3), "float32")
+    params = weights.draw(Head, model, jax.random.key(3), "float32")
     params = jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape, "f"), params)
     ids = rng.integers(0, 64, 9)
     hidden = rng.standard_normal((9, model.input_size), np.float32)
     view = make_view(shuffled_tables(rng, 1, 2, 2), [0], [9], page_size=PAGE_SIZE)
     cache = poisoned_cache(model.decoder, num_pages=2, page_size=PAGE_SIZE)
-    head = eagle3.build(model, params)
+    head = weights.bind(Head, model, params)
     out, feedback, _ = head(ids.astype(np.int32), head.fuse(hidden), view, cache)
     wanted, x = dense(model, jax.tree.map(np.float64, params), ids, hidden.astype(np.float64))
     np.testing.assert_allclose(out, wanted, **TOLERANCE)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.models import eagle3
+from jspec.models import eagle3, weights
 from jspec.proposers import _draft
-from jspec.proposers.eagle3 import PROPOSER, Eagle3Config, draft_model, recognises
+from jspec.proposers.eagle3 import PROPOSER, Eagle3Config, draft_model
+from jspec.proposers.loaders.eagle3 import recognises
 from tests.conftest import GOLDEN
 from tests.support.heads import checkpoint, target
 from tests.support.steps import make_step
@@ -83,7 +84,7 @@ def test_an_embedding_of_another_width_than_the_targets_is_kept(rng):
 
 def wanted_tensors(model):
     """Name and shape of each tensor that a checkpoint of this shape has."""
-    template = eagle3.abstract_params(model, "float32")
+    template = weights.abstract(eagle3.Head, model, "float32")
     for name, place in eagle3.rules(model, []).items():
         if place is not None:
             shape = template

@@ -29,7 +29,7 @@ def make(num_modules=1):
     config = jspec.MTPConfig(
         num_drafts=3, model=model, hidden_layer=1, draft_sampling="probabilistic"
     )
-    params = proposer.init_params(config, jax.random.key(1), "float32")
+    params = proposer.PROPOSER.init_params(config, jax.random.key(1), "float32")
     state = jspec.init(config, params, cache=CACHE, max_requests=4)
     for slot in range(4):
         state = jspec.admit(state, slot, [1])
@@ -44,7 +44,7 @@ def layout(config, rows=ROWS, **changes):
         width=4,
         pages_per_request=4,
         poison=True,
-        reads=proposer.reads(config),
+        reads=proposer.PROPOSER.reads(config),
     )
     return dataclasses.replace(scheduled, **changes), verified
 
@@ -156,7 +156,7 @@ def test_embeddings_of_another_width_are_refused_before_anything_compiles():
 
 def test_a_drafter_that_adds_rows_refuses_embeddings_by_name():
     config = draft_model.DraftModelConfig(num_drafts=2, model=ModelConfig.tiny())
-    params = draft_model.init_params(config, jax.random.key(0), "float32")
+    params = draft_model.PROPOSER.init_params(config, jax.random.key(0), "float32")
     state = jspec.init(config, params, cache=CACHE, max_requests=4)
     scheduled, verified = layout(make()[0])
     embeds, mask = no_embeds()

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.models import mtp
+from jspec.models import weights
 from jspec.models.config import ModelConfig
 from jspec.models.kv_cache import init_cache
+from jspec.models.mtp import MTP
 from jspec.proposers import _in_turn
 from jspec.proposers import mtp as proposer
 from tests.support.marks import slow_ones
@@ -34,7 +35,7 @@ def config_of(num_modules, num_drafts):
 
 @functools.cache
 def params_of(num_modules):
-    params = proposer.init_params(config_of(num_modules, 1), jax.random.key(3), "float32")
+    params = proposer.PROPOSER.init_params(config_of(num_modules, 1), jax.random.key(3), "float32")
     # Biased norms and larger heads: every input decides, and no two logits are close.
     return jax.tree.map(lambda x: x * 1.7, params)
 
@@ -47,8 +48,8 @@ def uncached(num_modules, index):
     @jax.jit
     def run(params, ids, hidden, view):
         sizes = dict(num_layers=num_modules, num_kv_heads=config.num_kv_heads, head_dim=8)
-        model = mtp.build(config, params)
-        out, _ = model(index, ids, hidden, view, init_cache(CACHE, **sizes))
+        model = weights.bind(MTP, config, params)
+        out, _, _ = model(index, ids, hidden, view, init_cache(CACHE, **sizes))
         return out, model.logits(out)
 
     def padded(ids, hidden):
@@ -109,7 +110,7 @@ def step(state, rows, *, num_rows=40, **changes):
         width=state.config.num_drafts + 1,
         pages_per_request=PAGES,
         poison=True,
-        reads=proposer.reads(state.config),
+        reads=proposer.PROPOSER.reads(state.config),
     )
     scheduled = dataclasses.replace(scheduled, **changes)
     state, drafts = jspec.step(state, scheduled, verified)
@@ -160,7 +161,7 @@ def test_two_modules_draft_three_tokens_as_0_1_0():
         num_rows=4,
         width=4,
         pages_per_request=PAGES,
-        reads=proposer.reads(config),
+        reads=proposer.PROPOSER.reads(config),
     )
     batch = jspec.prepare(*jax.tree.map(jnp.asarray, (scheduled, verified)))
     ran = []
@@ -174,7 +175,7 @@ def test_two_modules_draft_three_tokens_as_0_1_0():
 
     def drafts(params, memory, batch):
         models = [noted(i, model) for i, model in enumerate(proposer.draft_models(config, params))]
-        return _in_turn.in_turn(models, config, batch, memory, steps=3)
+        return _in_turn.in_turn(models, config, batch, memory, num_drafts=3)
 
     jax.eval_shape(drafts, state.params, state.memory, batch)
     # The step's 4 rows, then 1 and 2 rows of each of the two requests.

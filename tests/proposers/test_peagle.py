@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.models import eagle3
+from jspec.models import weights
+from jspec.models.eagle3 import Head
 from jspec.proposers import _draft
 from jspec.proposers.eagle3 import PROPOSER, Eagle3Config, draft_model
 from jspec.proposers.loaders.hf_config import mask_token_of
@@ -44,9 +45,7 @@ def load(given=NAME, **kwargs):
 
 
 def fuse(config, params, hidden):
-    extra = ("target_ids", "mask_hidden")
-    params = {name: leaf for name, leaf in params.items() if name not in extra}
-    return eagle3.build(config.model, params).fuse(hidden)
+    return weights.bind(Head, config.model, params).fuse(hidden)
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jspec.proposers import _draft
-from jspec.proposers._draft import DraftingConfig, Vocabulary
+from jspec.proposers._config import DraftingConfig
+from jspec.proposers._draft import Vocabulary
 from jspec.state import Batch
 from jspec.verification import rejection, sampling
 

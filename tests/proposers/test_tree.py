@@ -14,8 +14,9 @@ from jspec.metadata import ancestors
 from jspec.models.eagle import EagleModelConfig
 from jspec.models.kv_cache import init_cache
 from jspec.models.medusa import HeadsConfig
+from jspec.proposers._config import TreeDraftingConfig, check_width
 from jspec.proposers._draft import DraftModel
-from jspec.proposers._tree import TreeDraftingConfig, check_width, draft_tree
+from jspec.proposers._tree import draft_tree
 from jspec.proposers.eagle import EagleConfig
 from jspec.proposers.eagle3 import Eagle3Config
 from jspec.proposers.medusa import MedusaConfig
@@ -245,9 +246,7 @@ def draft_toy(case, tree, steps=None):
         TreeDraftingConfig(tree=tree),
         toy_batch(given),
         cache,
-        page_size=S,
-        max_model_len=limit,
-        steps=tree.num_nodes if steps is None else steps,
+        num_drafts=tree.num_nodes if steps is None else steps,
         shift=True,
     )
     return toy, jax.tree.map(np.asarray, drafts)

@@ -41,6 +41,7 @@ def test_greedy_tokens_are_the_recorded_ones_with_and_without_drafts(recorded):
     for report in (
         jspec.generate_plain(model, ids, max_tokens=24),
         jspec.generate(model, ids, drafter, max_tokens=24, max_requests=3),
+        jspec.generate(model, ids, drafter, max_tokens=24, max_requests=3, drafting="fixed"),
     ):
         assert [generation.tokens for generation in report.generations] == wanted
         assert [generation.reason for generation in report.generations] == reasons

@@ -9,7 +9,8 @@ import numpy as np
 
 import jspec
 from jspec.checkpoint import Checkpoint, read
-from jspec.models import medusa
+from jspec.models import weights
+from jspec.models.medusa import Medusa
 from jspec.proposers.medusa import PROPOSER
 from tests.support import recordings
 from tests.support.steps import Row, make_step
@@ -56,7 +57,8 @@ def load_stored(tensors, target, config=None, **options):
 
 def logits(drafter, hidden, index):
     """Scores of one head over the target's vocabulary; -inf where it has no such token."""
-    out = medusa.build(drafter.config.model, drafter.params).logits(jnp.asarray(hidden), index)
+    heads = weights.bind(Medusa, drafter.config.model, drafter.params)
+    out = heads.logits(jnp.asarray(hidden), index)
     ids = drafter.params.get("target_ids")
     if ids is None:
         return np.asarray(out)

@@ -5,7 +5,9 @@ at position 0 and writes real slots; ours stays at the last position, writes not
 and the drafts are PAD.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,22 @@ import numpy as np
 
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.proposers import _draft
-from jspec.proposers._draft import DraftingConfig, DraftModel
-from jspec.state import Batch
+from jspec.proposers._config import DraftingConfig
+from jspec.proposers._draft import DraftModel
+from jspec.state import Batch, pytree, static
 from tests.support import recordings
 
 NOT_WRITTEN = -4242
 POISON = 1_000_003
+
+
+@pytree
+class Recording:
+    """A cache without keys and values: what a toy model kept of each pass."""
+
+    record: Any
+    page_size: int = static()
+    max_model_len: int = static()
 
 
 class Case:
@@ -130,7 +142,7 @@ def propose(case, batch, steps=None):
         "best_token": room(num_rows),
     }
 
-    def run(token_ids, hidden, view, record, embeds):
+    def run(token_ids, hidden, view, cache, embeds):
         assert embeds is None and (hidden is not None) == case.shift
         out, feedback = toy(token_ids, view.positions, hidden, case.vocab_size)
         seen = {
@@ -142,12 +154,12 @@ def propose(case, batch, steps=None):
             "query_start_loc": view.query_start,
             "best_token": jnp.argmax(toy_logits(out, case.vocab_size), -1).astype(jnp.int32),
         }
-        count = record["count"]
+        count = cache.record["count"]
         record = {
-            name: record[name].at[count, : len(value)].set(value, mode="drop")
+            name: cache.record[name].at[count, : len(value)].set(value, mode="drop")
             for name, value in seen.items()
         } | {"count": count + 1}
-        return out, feedback if case.shift else None, record
+        return out, feedback if case.shift else None, dataclasses.replace(cache, record=record)
 
     is_masked = case.shift and case.is_parallel
     model = DraftModel(
@@ -160,16 +172,15 @@ def propose(case, batch, steps=None):
         else None,
     )
     draft = _draft.in_parallel if case.is_parallel else _draft.chain
-    return draft(
+    cache, drafts = draft(
         model,
         DraftingConfig(num_drafts=max(steps, 1)),
         batch,
-        record,
-        page_size=case.block_size,
-        max_model_len=case.max_model_len,
-        steps=steps,
+        Recording(record=record, page_size=case.block_size, max_model_len=case.max_model_len),
+        num_drafts=steps,
         shift=case.shift,
     )
+    return cache.record, drafts
 
 
 def run_jitted(case, batch, steps=None):

@@ -146,9 +146,7 @@ def chain_with_outputs(
             config,
             batch,
             cache,
-            page_size=cache.page_size,
-            max_model_len=cache.max_model_len,
-            steps=steps,
+            num_drafts=steps,
             shift=True,
         )
     out = drafts.probs

@@ -26,7 +26,7 @@ def make(device=DEVICE):
     config = vllm_config("eagle", 3, max_model_len=64, num_pages=32, page_size=4)
     drafter = EagleProposer(config, device)
     with jax.default_device(jax_device(torch.device(device))):
-        params = eagle.init_params(CONFIG, jax.random.key(0), "float32")
+        params = eagle.PROPOSER.init_params(CONFIG, jax.random.key(0), "float32")
     drafter.set_drafter(CONFIG, params)
     return drafter
 
@@ -148,7 +148,7 @@ def test_drafts_may_be_written_to_in_and_outside_of_every_mode(drafter, wanted, 
 def test_more_requests_than_the_scheduler_has_are_refused():
     config = vllm_config("eagle", 3, max_model_len=64, num_pages=32, page_size=4, max_requests=1)
     drafter = EagleProposer(config, DEVICE)
-    drafter.set_drafter(CONFIG, eagle.init_params(CONFIG, jax.random.key(0), "float32"))
+    drafter.set_drafter(CONFIG, eagle.PROPOSER.init_params(CONFIG, jax.random.key(0), "float32"))
     with pytest.raises(ValueError, match="EagleProposer: `num_reqs` is 2, wanted at most 1. Raise"):
         drafter.propose(**arguments())
 
@@ -265,7 +265,7 @@ def test_a_default_device_of_torch_changes_nothing_of_ngrams_and_ops(no_default_
 def test_medusa_takes_the_number_of_drafts_in_front_too():
     config = jspec.MedusaConfig.tiny()
     drafter = MedusaProposer(vllm_config("medusa", config.num_drafts), DEVICE)
-    drafter.set_drafter(config, medusa.init_params(config, jax.random.key(0), "float32"))
+    drafter.set_drafter(config, medusa.PROPOSER.init_params(config, jax.random.key(0), "float32"))
     hidden = arguments()["target_hidden_states"]
     wanted = drafter.propose(hidden).tolist()
     assert drafter.propose(config.num_drafts, hidden).tolist() == wanted

@@ -167,7 +167,7 @@ def eagle_arguments(cad):
 def test_propose_writes_no_field_and_refuses_pages_that_are_split_over_ranks():
     config = jspec.EagleConfig.tiny()
     drafter = EagleProposer(vllm_config("eagle", 3, max_model_len=64, page_size=4), device())
-    drafter.set_drafter(config, eagle.init_params(config, jax.random.key(0), "float32"))
+    drafter.set_drafter(config, eagle.PROPOSER.init_params(config, jax.random.key(0), "float32"))
     cad = given()
     with pytest.raises(NotImplementedError, match="common_attn_metadata.dcp_local.*split over"):
         drafter.propose(**eagle_arguments(cad))

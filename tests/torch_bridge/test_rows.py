@@ -34,7 +34,7 @@ def drafters(num_modules, max_requests=MAX_REQUESTS):
     config = jspec.MTPConfig(
         num_drafts=3, model=ModelConfig.tiny(num_layers=num_modules), hidden_layer=2
     )
-    params = mtp.init_params(config, jax.random.key(3), "float32")
+    params = mtp.PROPOSER.init_params(config, jax.random.key(3), "float32")
     # Biased norms and larger heads: every input decides, and no two logits are close.
     params = jax.tree.map(lambda x: x * 1.7, params)
     runner = EagleProposer(

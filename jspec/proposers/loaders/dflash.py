@@ -4,38 +4,42 @@ Source: vLLM model_executor/models/qwen3_dflash.py, transformers_utils/configs/s
 dflash 0.1.0, model.py.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jspec._checks import check_at_least, check_bool
-from jspec.checkpoint import Checkpoint, Model, assemble
-from jspec.checkpoint.agreement import decoder_reasons, explained
-from jspec.checkpoint.sharing import own_or_shared
-from jspec.checkpoint.target_ids import read_d2t
+from jspec.checkpoint import Checkpoint, Model, check_layers
 from jspec.models import dflash
 from jspec.models.config import ModelConfig
-from jspec.models.dflash import AttentionMask, BlockConfig
+from jspec.models.dflash import AttentionMask, BlockConfig, DFlash
 from jspec.models.dflash2 import RefineConfig
 from jspec.models.hf_decoder import layer_kinds
-from jspec.models.layers import Place, Rules
+from jspec.models.layers import Rules
 from jspec.models.llama import HiddenId
 from jspec.models.options import agreed, section, size
-from jspec.proposers.loaders.hf_config import architectures, num_drafts_of, unnested
-from jspec.state import Params
+from jspec.proposers.base import Drafter, refuse_axes
+from jspec.proposers.loaders.common import (
+    TABLE_RULES,
+    check_fits,
+    read_weights,
+    reasons_of,
+    renamed,
+)
+from jspec.proposers.loaders.hf_config import (
+    LAYER_IDS,
+    architectures,
+    mask_token_of,
+    num_drafts_of,
+    setting,
+    switch,
+    unnested,
+)
 
-_EMBED, _HEAD, _IDS, _INVERSE = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-
-TABLES: Rules = {
-    _EMBED: Place(("embed",)),
-    _HEAD: Place(("head",)),
-    _IDS: Place(("target_ids",)),
-}
-"""Where tensors are in the params that do not go there as they stand."""
+_PLACES = ("dflash_config", "eagle_config", "")
+"""Where config.json has settings of the drafter."""
 
 # Settings of DFlash2 in config.json, and our names for them.
 _REFINE = {
@@ -49,7 +53,7 @@ _WIDEST = 1 << 30
 """A window that hides nothing: positions and it add up to an int32."""
 
 _SETTINGS = {
-    *("mask_token_id", "target_layer_ids", _LAYER_IDS),
+    *("mask_token_id", "target_layer_ids", LAYER_IDS),
     *("use_aux_hidden_state", "causal", "use_swa", "swa_window_size", "block_size"),
     *_REFINE,
 }
@@ -79,6 +83,71 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return {"fc.weight", "hidden_norm.weight"} <= {dflash.rename(name) for name in names}
 
 
+def load(
+    Config: Callable[..., Any],
+    checkpoint: Checkpoint,
+    target: Model,
+    *,
+    dtype: DTypeLike,
+    num_drafts: int | None = None,
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy",
+) -> Drafter:
+    """Loads a drafter in z-lab's layout, in vLLM's or in the speculators format.
+
+    Args:
+      Config: makes the drafter's config.
+      checkpoint: its folder. An embedding or a head of its own is kept where it differs from the
+        target's.
+      target: the model that the drafter was trained for.
+      dtype: of the drafter's weights.
+      num_drafts: most drafts a request gets (K), by default the block size less one.
+      draft_sampling: as in `DFlashConfig`.
+
+    Raises:
+      ValueError: the drafter is for another target, an option of it is not supported, or tensors
+        and config do not fit (all are listed).
+    """
+    refuse_axes("dflash", target.config)
+    if "mask_embedding.pt" in checkpoint.files:
+        raise ValueError(
+            "dflash: the folder has mask_embedding.pt, an embedding of the mask token beside the "
+            "target's, which is not supported. Take another drafter: the mask rows of this one "
+            "need it."
+        )
+    hf = plain(checkpoint.config)
+    check_layers("dflash", hf.get("num_hidden_layers"), checkpoint.names)
+    checkpoint = renamed(checkpoint, dflash.rename)
+    model = _block_config(hf, checkpoint.names, target)
+    config = Config(
+        num_drafts=_num_drafts(hf) if num_drafts is None else num_drafts,
+        draft_sampling=draft_sampling,
+        model=model,
+        mask_token=mask_token_of(hf, target.config.vocab_size),
+    )
+    params = read_weights(
+        "dflash",
+        DFlash,
+        model,
+        checkpoint,
+        target,
+        dtype,
+        rules=dflash.rules(model),
+        reasons=lambda: _reasons(model, checkpoint),
+    )
+    if model.refine is not None and np.any(dict(checkpoint.tensors()).get("d2t", 0)):
+        raise ValueError(
+            "dflash: d2t gives the draft ids another order than the target's, which a "
+            "candidate_selector does not support. Take a drafter without one or the other."
+        )
+    return Drafter(config, params)
+
+
+def rules(config: Any, names: Collection[str]) -> Rules:
+    """Returns where each tensor of a checkpoint is in the params, by its full name."""
+    table = dflash.rules(config.model) | TABLE_RULES
+    return {name: table.get(dflash.rename(name)) for name in names}
+
+
 def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a config.json without the nesting of the speculators format.
 
@@ -93,32 +162,22 @@ def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
             "dflash: config.json is of the speculators format and has no "
             "aux_hidden_state_layer_ids. Fetch config.json again."
         )
-    names = ("aux_hidden_state_layer_ids", _LAYER_IDS)
+    names = ("aux_hidden_state_layer_ids", LAYER_IDS)
     ids = agreed({name: hf.get(name) for name in names}, reader="vLLM")
     own = ("draft_vocab_size", "target_hidden_size")
-    return {**unnested("dflash", hf, own), _LAYER_IDS: ids}
+    return {**unnested("dflash", hf, own), LAYER_IDS: ids}
 
 
-def num_drafts(hf: Mapping[str, Any]) -> int:
+def _num_drafts(hf: Mapping[str, Any]) -> int:
     """Returns how many drafts a drafter was made for: by its block size, if it has one."""
-    block_size = _setting(hf, "block_size")
+    block_size = setting(hf, "block_size", *_PLACES)
     if block_size is not None:
         check_at_least("dflash", 2, block_size=block_size)
         return block_size - 1
     return num_drafts_of(hf)
 
 
-def check_files(files: Collection[str]) -> None:
-    """Refuses a folder with weights that are not read."""
-    if "mask_embedding.pt" in files:
-        raise ValueError(
-            "dflash: the folder has mask_embedding.pt, an embedding of the mask token beside the "
-            "target's, which is not supported. Take another drafter: without it the mask rows of "
-            "this one mean nothing."
-        )
-
-
-def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -> BlockConfig:
+def _block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -> BlockConfig:
     """Reads the shape of a drafter.
 
     Args:
@@ -139,26 +198,17 @@ def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -
     if all(place.get("rope_theta") is None for place in ropes):
         forced["rope_theta"] = 1e6
     decoder = ModelConfig.from_hf({**hf, **forced})
-    trained_for = size(hf, "num_target_layers", target.config.num_layers)
-    if trained_for != target.config.num_layers:
-        raise ValueError(
-            f"dflash: num_target_layers is {trained_for}, and the target has "
-            f"{target.config.num_layers} layers. Load the drafter with the target that it was "
-            "trained for."
-        )
     target_size = size(hf, "target_hidden_size", decoder.hidden_size)
-    for name, got, wanted in (
-        ("vocab_size", decoder.vocab_size, target.config.vocab_size),
-        ("target_hidden_size (or hidden_size)", target_size, target.config.hidden_size),
-    ):
-        if got != wanted:
-            raise ValueError(
-                f"dflash: {name} is {got}, the target's {wanted}. Load the drafter with the target "
-                "that it was trained for."
-            )
+    check_fits(
+        "dflash",
+        target,
+        num_target_layers=size(hf, "num_target_layers", target.config.num_layers),
+        vocab_size=decoder.vocab_size,
+        target_hidden_size=target_size,
+    )
     draft_vocab_size = size(hf, "draft_vocab_size", decoder.vocab_size)
     refine = None
-    sizes = {key: _setting(hf, key) for key in _REFINE}
+    sizes = {key: setting(hf, key, *_PLACES) for key in _REFINE}
     if any(size is not None for size in sizes.values()):
         check_at_least("dflash", 1, **sizes)
         refine = RefineConfig(**{ours: sizes[key] for key, ours in _REFINE.items()})
@@ -171,70 +221,17 @@ def block_config(hf: Mapping[str, Any], names: Collection[str], target: Model) -
         decoder=decoder,
         hidden_layers=_hidden_layers(hf, decoder.num_layers, target.config.num_layers),
         target_size=target_size,
-        fuse=_switch(hf, "use_aux_hidden_state", True),
+        fuse=switch("dflash", hf, "use_aux_hidden_state", *_PLACES, default=True),
         masks=_masks(hf, decoder.num_layers),
         draft_vocab_size=draft_vocab_size,
         refine=refine,
     )
 
 
-def params(config: BlockConfig, checkpoint: Checkpoint, target: Model, dtype: DTypeLike) -> Params:
-    """Loads the weights; the embedding and the head are the target's own where they are the same.
-
-    Raises:
-      ValueError: tensors and config do not fit.
-    """
-    own: dict[str, np.ndarray] = {}
-    for name, tensor in checkpoint.tensors():
-        if dflash.rename(name) in (_EMBED, _HEAD, _IDS, _INVERSE):
-            own[dflash.rename(name)] = tensor
-    V, D, Vd = config.decoder.vocab_size, config.decoder.hidden_size, config.draft_vocab_size
-    shared_embed = target.params["embed"]
-    shared_head = target.params["embed" if target.config.tie_embeddings else "head"]
-    for name, shape, given in (
-        (_EMBED, (V, D), shared_embed.shape),
-        (_HEAD, (Vd, D), shared_head.shape),
-        (_IDS, (Vd,), None if Vd != V else (V,)),
-    ):
-        got = own[name].shape if name in own else given
-        if got != shape:
-            raise ValueError(
-                f"dflash: {name} is {'missing' if got is None else list(got)}, wanted "
-                f"{list(shape)} by config.json (vocab_size, draft_vocab_size, hidden_size); where "
-                "the checkpoint has none, it is the target's. Take weights and config.json from "
-                "the same model, and the target that it was trained for."
-            )
-    template = dflash.abstract_params(config, dtype)
-    del template["embed"], template["head"]
-    tensors = ((dflash.rename(name), tensor) for name, tensor in checkpoint.tensors())
-    with explained(lambda: reasons(config, checkpoint)):
-        loaded = assemble(template, dflash.rules(config), tensors)
-    loaded["embed"] = own_or_shared(own.get(_EMBED), shared_embed, dtype)
-    own_head = own.get(_HEAD)
-    if _IDS in own or _INVERSE in own:
-        tables = own.get(_IDS), own.get(_INVERSE)
-        ids, order = read_d2t("dflash", *tables, num_ids=Vd, vocab_size=V)
-        if order is not None and config.refine is not None:
-            raise ValueError(
-                "dflash: d2t gives the draft ids another order than the target's, which a "
-                "candidate_selector does not support. Take a drafter without one or the other."
-            )
-        if order is not None:
-            own_head = np.asarray(shared_head if own_head is None else own_head)[order]
-        if Vd < V:
-            loaded["target_ids"] = jnp.asarray(ids)
-    loaded["head"] = own_or_shared(own_head, shared_head, dtype)
-    return loaded
-
-
-def reasons(config: BlockConfig, checkpoint: Checkpoint) -> list[str]:
+def _reasons(config: BlockConfig, checkpoint: Checkpoint) -> list[str]:
     """Lists what config.json and tensors say differently, a sentence each."""
-    layer = section(checkpoint.config, "transformer_layer_config")
-    hf = {**layer, **checkpoint.config, "model_type": "qwen3"}
-    told = decoder_reasons(hf, config.decoder, checkpoint)
-    shapes = {name: list(tensor.shape) for name, tensor in checkpoint.tensors()}
     D, refine = config.decoder.hidden_size, config.refine
-    ids = f"target_layer_ids (or {_LAYER_IDS}, or use_aux_hidden_state)"
+    ids = f"target_layer_ids (or {LAYER_IDS}, or use_aux_hidden_state)"
     wanted = {"fc.weight": (ids, [D, config.input_size] if config.fuse else "none")}
     if refine is not None:
         kernels = 2 * refine.num_taps * (D // refine.group_size)
@@ -243,31 +240,7 @@ def reasons(config: BlockConfig, checkpoint: Checkpoint) -> list[str]:
             "attention_conv.kernel_projection.weight": ("conv_group_size", [kernels, D]),
             "selector.hidden_projection.weight": ("selector_rank", [refine.rank, D]),
         }
-    for suffix, (key, shape) in wanted.items():
-        found = [name for name in shapes if name.endswith(suffix) and shapes[name] != shape]
-        if found:
-            told.append(f"{key} asks for {shape}, and {found[0]} is {shapes[found[0]]}.")
-    return told
-
-
-def _setting(hf: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Reads a setting of `dflash_config` or, where it is not there, of the top level.
-
-    An empty list of layers says nothing.
-    """
-    nested = {name: section(hf, name).get(key) for name in ("dflash_config", "eagle_config")}
-    places = {f"{name}.{key}": value for name, value in nested.items()} | {key: hf.get(key)}
-    if key in (_LAYER_IDS, "target_layer_ids"):
-        places = {place: None if value == [] else value for place, value in places.items()}
-    value = agreed(places, reader="vLLM")
-    return default if value is None else value
-
-
-def _switch(hf: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Reads a setting that is on or off."""
-    value = _setting(hf, key, default)
-    check_bool("dflash", **{key: value})
-    return value
+    return reasons_of(config.decoder, checkpoint, wanted, model_type="qwen3")
 
 
 def _hidden_layers(
@@ -277,14 +250,14 @@ def _hidden_layers(
 
     `target_layer_ids` count layers from 0 and mean what comes out of them: in [0 2], out (1, 3).
     """
-    if not _switch(hf, "use_aux_hidden_state", True):
+    if not switch("dflash", hf, "use_aux_hidden_state", *_PLACES, default=True):
         return ("norm",)
-    name, most, ids = _LAYER_IDS, num_target_layers, _setting(hf, _LAYER_IDS)
-    outputs = _setting(hf, "target_layer_ids")
+    name, most, ids = LAYER_IDS, num_target_layers, setting(hf, LAYER_IDS, *_PLACES)
+    outputs = setting(hf, "target_layer_ids", *_PLACES)
     if ids is None:
         name, most, ids = "target_layer_ids", num_target_layers - 1, outputs
     elif isinstance(outputs, list) and all(type(i) is int for i in outputs):
-        both = {_LAYER_IDS: ids, "target_layer_ids + 1": [i + 1 for i in outputs]}
+        both = {LAYER_IDS: ids, "target_layer_ids + 1": [i + 1 for i in outputs]}
         agreed(both, reader="vLLM")
     if ids is None:
         # Spread evenly from the second layer to the fourth last.
@@ -310,9 +283,9 @@ def _masks(hf: Mapping[str, Any], num_layers: int) -> tuple[AttentionMask, ...]:
     kinds = layer_kinds({**hf, "model_type": "qwen3"}, num_layers)
     sliding = [kind == "sliding_attention" for kind in kinds]
     windowed = sliding
-    if not any(sliding) and _switch(hf, "use_swa", False):
+    if not any(sliding) and switch("dflash", hf, "use_swa", *_PLACES):
         windowed = [True] * num_layers
-    window = _setting(hf, "swa_window_size")
+    window = setting(hf, "swa_window_size", *_PLACES)
     if any(windowed):
         if hf.get("use_sliding_window") is not False and (window is None or any(sliding)):
             places = {"swa_window_size": window, "sliding_window": hf.get("sliding_window")}

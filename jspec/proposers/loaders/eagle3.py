@@ -1,23 +1,111 @@
-"""The config.json of EAGLE-3 and P-EAGLE heads, of the plain and of the speculators form.
+"""EAGLE-3 and P-EAGLE heads on disk; config.json in the plain or the speculators form.
 
 Source: vLLM model_executor/models/llama_eagle3.py, transformers_utils/configs/speculators/algos.py.
 """
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from jspec._checks import check_bool, warn
-from jspec.checkpoint import Checkpoint
-from jspec.checkpoint.agreement import by_tensors, decoder_reasons
+import numpy as np
+from jax.typing import DTypeLike
+
+from jspec._checks import warn
+from jspec.checkpoint import Checkpoint, Model, check_layers
+from jspec.checkpoint.agreement import by_tensors
+from jspec.checkpoint.assemble import is_float
+from jspec.models import eagle3, weights
 from jspec.models.config import ModelConfig
-from jspec.models.eagle3 import Eagle3ModelConfig
+from jspec.models.eagle3 import Eagle3ModelConfig, Head
+from jspec.models.layers import Rules
 from jspec.models.llama import HiddenId
-from jspec.models.options import agreed, section, size
-from jspec.proposers.loaders.hf_config import architectures, unnested
+from jspec.models.options import size
+from jspec.proposers.base import Drafter, refuse_axes
+from jspec.proposers.loaders.common import TABLE_RULES, check_fits, read_weights, reasons_of
+from jspec.proposers.loaders.hf_config import LAYER_IDS, architectures, setting, switch, unnested
+from jspec.tree import DynamicTree, Tree
 
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_PLACES = ("", "eagle_config")
+"""Where config.json has options of the head."""
+
 _SWITCHES = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+
+
+def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Tells an EAGLE-3 or P-EAGLE head by `architectures`, or else by its first layer."""
+    named = [name.lower() for name in architectures(config)]
+    return (
+        any("eagle3" in name or "peagle" in name for name in named)
+        or config.get("speculators_model_type") in ("eagle3", "peagle")
+        or not {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}.isdisjoint(names)
+    )
+
+
+def load(
+    Config: Any,
+    checkpoint: Checkpoint,
+    target: Model,
+    *,
+    dtype: DTypeLike,
+    num_drafts: int | None = None,
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy",
+    parallel_drafting: bool | None = None,
+    tree: Tree | DynamicTree | None = None,
+) -> Drafter:
+    """Loads a head; an embedding or a head of its own is kept where it differs from the target's.
+
+    Args:
+      Config: class of the drafter's config.
+      checkpoint: its folder.
+      target: the model that the head was trained for.
+      dtype: of the head's weights.
+      num_drafts: most drafts a request gets (K); by default what config.json asks for, else 5.
+      draft_sampling: as in `Eagle3Config`.
+      parallel_drafting: whether to draft all tokens in one pass; by default if the checkpoint was
+        trained for it, which its `mask_hidden` shows.
+      tree: guesses to make in place of a chain.
+
+    Raises:
+      ValueError: the head is for another target, an option is not supported, or a tensor is
+        missing or does not fit (all are listed).
+    """
+    config = Config.from_hf(
+        checkpoint.config,
+        checkpoint.names,
+        num_layers=target.config.num_layers,
+        num_drafts=num_drafts,
+        draft_sampling=draft_sampling,
+        parallel_drafting=parallel_drafting,
+        tree=tree,
+    )
+    model = config.model
+    if config.parallel_drafting:
+        refuse_axes("eagle3 with parallel_drafting", target.config)
+    if tree is not None:
+        refuse_axes("eagle3 with a tree", target.config)
+    _warn_of_unused(checkpoint, model, asked=parallel_drafting is not None)
+    check_layers("eagle3", model.decoder.num_layers, checkpoint.names)
+    check_fits("eagle3", target, target_hidden_size=model.target_size, vocab_size=config.vocab_size)
+    mask = _mask_hidden(checkpoint, config) if config.parallel_drafting else None
+    params = read_weights(
+        "eagle3",
+        Head,
+        model,
+        checkpoint,
+        target,
+        dtype,
+        rules=eagle3.rules(model, checkpoint.names),
+        reasons=lambda: _reasons(model, checkpoint),
+    )
+    if mask is not None:
+        head = weights.bind(Head, model, params)
+        params["mask_hidden"] = head.fuse(np.asarray(mask).reshape(1, -1))[0]  # [1, Dh] -> [D]
+    return Drafter(config, params)
+
+
+def rules(config: Any, names: Collection[str]) -> Rules:
+    """Returns where each tensor of a checkpoint is in the params."""
+    return eagle3.rules(config.model, names) | TABLE_RULES
 
 
 def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -25,7 +113,7 @@ def plain(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = hf.get("speculators_model_type")
     if kind is None:
         return hf
-    own = ("draft_vocab_size", "target_hidden_size", _LAYER_IDS, *_SWITCHES)
+    own = ("draft_vocab_size", "target_hidden_size", LAYER_IDS, *_SWITCHES)
     return {"norm_before_residual": kind == "eagle3", **unnested("eagle3", hf, own)}
 
 
@@ -57,7 +145,7 @@ def model_config(
         draft_vocab_size=size(hf, "draft_vocab_size", llama.vocab_size),
         target_size=size(hf, "target_hidden_size", llama.hidden_size),
         num_fused=num_fused,
-        **{key: _switch(hf, key, False) for key in _SWITCHES},
+        **{key: switch("eagle3", hf, key, *_PLACES) for key in _SWITCHES},
     )
 
 
@@ -72,28 +160,45 @@ def hidden_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[HiddenId, ...
       ValueError: a layer is not there or named twice, or there are more or fewer than the head has
         weights for.
     """
-    if not _switch(hf, "use_aux_hidden_state", True):
+    if not switch("eagle3", hf, "use_aux_hidden_state", *_PLACES, default=True):
         return ("norm",)
     L = num_layers
-    ids = _option(hf, _LAYER_IDS)
-    ids = [2, L // 2, L - 3] if ids is None else ids
+    ids = setting(hf, LAYER_IDS, *_PLACES, default=[2, L // 2, L - 3])
     known = isinstance(ids, list) and all(type(i) is int and 0 <= i <= L for i in ids)
     if not known or len(set(ids)) != len(ids):
         raise ValueError(
-            f"eagle3: {_LAYER_IDS} is {ids} (by default 2, L // 2, L - 3), wanted different layers "
+            f"eagle3: {LAYER_IDS} is {ids} (by default 2, L // 2, L - 3), wanted different layers "
             f"from 0 (the embedding) to the target's L = {L}. Load the head with the target that "
             "it was trained for, or name its layers in config.json."
         )
-    count = _option(hf, "num_aux_hidden_states")
+    count = setting(hf, "num_aux_hidden_states", *_PLACES)
     if count not in (None, len(ids)):
         raise ValueError(
             f"eagle3: num_aux_hidden_states is {count}, and the layers are {ids}. Name {count} "
-            f"layers as {_LAYER_IDS} in config.json."
+            f"layers as {LAYER_IDS} in config.json."
         )
     return tuple(sorted(ids))
 
 
-def warn_of_unused(checkpoint: Checkpoint, model: Eagle3ModelConfig, *, asked: bool) -> None:
+def _mask_hidden(checkpoint: Checkpoint, config: Any) -> np.ndarray:
+    """Returns the hidden state that drafting in parallel starts from, before it is fused."""
+    mask = dict(checkpoint.tensors()).get("mask_hidden")
+    if mask is None:
+        raise ValueError(
+            "eagle3: the checkpoint has no mask_hidden, which drafting in parallel starts from. "
+            "Load a complete checkpoint, or pass parallel_drafting=False."
+        )
+    if mask.size != config.model.input_size or not is_float(mask):
+        raise ValueError(
+            f"eagle3: mask_hidden is {mask.dtype} {list(mask.shape)}, wanted "
+            f"{config.model.input_size} floats, as wide as what the head reads of the target "
+            f"({config.hidden_layers}, by use_aux_hidden_state and {LAYER_IDS}). Take weights and "
+            "config.json from the same head."
+        )
+    return mask
+
+
+def _warn_of_unused(checkpoint: Checkpoint, model: Eagle3ModelConfig, *, asked: bool) -> None:
     """Warns where config.json leaves tensors unread, or is of a head with some that are missing.
 
     Args:
@@ -121,40 +226,20 @@ def warn_of_unused(checkpoint: Checkpoint, model: Eagle3ModelConfig, *, asked: b
         )
 
 
-def reasons(config: Eagle3ModelConfig, checkpoint: Checkpoint) -> list[str]:
+def _reasons(config: Eagle3ModelConfig, checkpoint: Checkpoint) -> list[str]:
     """Lists what config.json and tensors say differently, a sentence each."""
-    hf = {**section(checkpoint.config, "transformer_layer_config"), **checkpoint.config}
-    told = decoder_reasons(hf, config.decoder, checkpoint)
-    shapes = {name: list(tensor.shape) for name, tensor in checkpoint.tensors()}
     D = config.decoder.hidden_size
-    fused = _LAYER_IDS if config.num_fused else "use_aux_hidden_state"
-    for key, name, shape in (
-        (fused, "fc.weight", [D, config.input_size] if config.num_fused else []),
-        ("draft_vocab_size", "lm_head.weight", [config.draft_vocab_size, D]),
-    ):
-        if shapes.get(name, shape) != shape:
-            value = hf.get(key, "missing")
-            told.append(f"{key} is {value} in config.json, and {name} is {shapes[name]}.")
+    wanted = {
+        "fc.weight": (LAYER_IDS, [D, config.input_size])
+        if config.num_fused
+        else ("use_aux_hidden_state", "none"),
+        "lm_head.weight": ("draft_vocab_size", [config.draft_vocab_size, D]),
+    }
+    told = reasons_of(config.decoder, checkpoint, wanted)
     for key, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
-        if getattr(config, key) != (name in shapes):
+        if getattr(config, key) != (name in checkpoint.names):
             told.append(
                 f"{key} is {getattr(config, key)} by config.json, and there is "
-                f"{'a' if name in shapes else 'no'} tensor {name}."
+                f"{'a' if name in checkpoint.names else 'no'} tensor {name}."
             )
     return told
-
-
-def _option(hf: Mapping[str, Any], key: str) -> Any:
-    """Reads an option at the top level of config.json or in its `eagle_config`."""
-    places = {key: hf.get(key), f"eagle_config.{key}": section(hf, "eagle_config").get(key)}
-    if key == _LAYER_IDS:
-        places = {place: None if value == [] else value for place, value in places.items()}
-    return agreed(places, reader="vLLM")
-
-
-def _switch(hf: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Reads an option that is on or off; see `_option`."""
-    value = _option(hf, key)
-    value = default if value is None else value
-    check_bool("eagle3", **{key: value})
-    return value

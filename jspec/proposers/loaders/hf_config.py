@@ -3,8 +3,42 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jspec._checks import check_at_least
+from jspec._checks import check_at_least, check_bool
 from jspec.models.options import agreed, section
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""Key with the layers of the target whose hidden states are read."""
+
+
+def setting(hf_config: Mapping[str, Any], key: str, *places: str, default: Any = None) -> Any:
+    """Returns a setting of a drafter's config.json, with a warning where two places differ.
+
+    Args:
+      hf_config: its content.
+      key: name of the setting. An empty list of layers says nothing.
+      *places: objects that may have it, in order of precedence; "" is the top level.
+      default: where none has it.
+    """
+    stated = {}
+    for place in places:
+        value = (section(hf_config, place) if place else hf_config).get(key)
+        is_silent = value == [] and key.endswith("layer_ids")
+        stated[f"{place}.{key}" if place else key] = None if is_silent else value
+    value = agreed(stated, reader="vLLM")
+    return default if value is None else value
+
+
+def switch(
+    owner: str, hf_config: Mapping[str, Any], key: str, *places: str, default: bool = False
+) -> bool:
+    """Returns a setting that is on or off, see `setting`.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    value = setting(hf_config, key, *places, default=default)
+    check_bool(owner, **{key: value})
+    return value
 
 
 def mask_token_of(hf_config: Mapping[str, Any], vocab_size: int | None = None) -> int:

@@ -1,22 +1,135 @@
-"""The config.json of Medusa heads, in both published layouts.
+"""Medusa heads on disk, in both published layouts.
 
 Source: vLLM transformers_utils/configs/medusa.py; FasterDecoding's Medusa.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from jspec._checks import check_above_0, warn
-from jspec.checkpoint import Checkpoint, Model, check_layers
-from jspec.models import medusa
-from jspec.models.medusa import HeadsConfig
+from jspec._checks import check_above_0, check_at_least, warn
+from jspec.checkpoint import Checkpoint, Model, assemble, check_layers
+from jspec.checkpoint.agreement import explained
+from jspec.checkpoint.sharing import own_or_shared
+from jspec.checkpoint.target_ids import TargetIds, read_token_map
+from jspec.models import medusa, weights
+from jspec.models.layers import Place, Rules, rows
+from jspec.models.medusa import TOKEN_MAP, HeadsConfig, Medusa
 from jspec.models.options import flag, size
+from jspec.proposers.base import Drafter
+from jspec.proposers.loaders.common import check_fits, head_of, renamed
 from jspec.tree import Tree
 
+_SIZES = ("hidden_size", "vocab_size")
 
-def heads_config(
+
+def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Tells Medusa heads by their tensors, or by what config.json says."""
+    if medusa.count_layers([medusa.short_name(name) for name in names]):
+        return True
+    return config.get("model_type") == "medusa" or config.get("architectures") == ["MedusaModel"]
+
+
+def load(
+    Config: Callable[..., Any],
+    checkpoint: Checkpoint,
+    target: Model,
+    *,
+    dtype: DTypeLike,
+    num_drafts: int | None = None,
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy",
+    tree: Tree | None = None,
+) -> Drafter:
+    """Loads heads in the layout of FasterDecoding's Medusa or of vLLM.
+
+    Heads that no draft needs are not read. Where the checkpoint has no output matrix, the target's
+    serves all heads.
+
+    Args:
+      Config: makes the drafter's config.
+      checkpoint: its folder.
+      target: the model that the heads were trained for.
+      dtype: of the heads' weights.
+      num_drafts: most drafts a request gets (K), by default one of each head in config.json.
+      draft_sampling: as in `MedusaConfig`.
+      tree: as in `MedusaConfig`.
+
+    Raises:
+      ValueError: the heads are for a target of another size, there are fewer than drafts, the map
+        of a truncated vocabulary is missing or no map, or tensors are missing or unknown (all are
+        listed).
+    """
+    if num_drafts is not None:
+        check_at_least("medusa", 1, num_drafts=num_drafts)
+    checkpoint = renamed(checkpoint, medusa.short_name)
+    model = _heads_config(checkpoint, target, num_drafts=num_drafts, tree=tree)
+    token_map = _token_map(checkpoint, model)
+    template = weights.abstract(Medusa, model, dtype)
+    names, num_layers = checkpoint.names, model.num_layers
+    shares = model.shared_head and not any(medusa.is_head(name, num_layers) for name in names)
+    if shares:
+        del template["head"]
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in checkpoint.tensors():
+            if token_map is not None and medusa.is_head(name, num_layers):
+                tensor = _truncated(tensor, token_map, vocab_size=model.vocab_size)
+            yield name, tensor
+
+    with explained(lambda: _reasons(checkpoint, model)):
+        params = assemble(template, medusa.rules(model, names), tensors())
+    of_target = head_of(target)
+    if token_map is not None:
+        params["target_ids"] = jnp.asarray(token_map.ids)
+        of_target = rows(of_target, params["target_ids"]) if shares else of_target
+    if model.shared_head:
+        own = None if shares else np.asarray(params["head"])
+        params["head"] = own_or_shared(own, of_target, dtype)
+    config = Config(num_drafts=num_drafts, model=model, draft_sampling=draft_sampling, tree=tree)
+    return Drafter(config, params)
+
+
+def rules(config: Any, names: Collection[str]) -> Rules:
+    """Returns where each tensor of a checkpoint is in the params, by its full name."""
+    table = medusa.rules(config.model, [medusa.short_name(name) for name in names])
+    table[TOKEN_MAP] = Place(("target_ids",))
+    return {name: table.get(medusa.short_name(name)) for name in names}
+
+
+def _token_map(checkpoint: Checkpoint, model: HeadsConfig) -> TargetIds | None:
+    """Reads which of the target's tokens a truncated vocabulary has."""
+    ids = dict(checkpoint.tensors()).get(TOKEN_MAP)
+    size = model.draft_vocab_size
+    if size is None:
+        if ids is not None and not np.array_equal(ids, np.arange(model.vocab_size)):
+            warn(
+                f"medusa: {TOKEN_MAP!r} of {len(ids)} ids is not read: config.json has no "
+                "truncated_vocab_size below the target's vocabulary. Set it, or remove the table."
+            )
+        return None
+    if ids is None:
+        raise ValueError(
+            f"medusa: truncated_vocab_size is {size}, below the target's {model.vocab_size}, and "
+            f"the checkpoint has no {TOKEN_MAP!r} that says which tokens they are. Add it to the "
+            "checkpoint: the target's id of each row, [truncated_vocab_size]."
+        )
+    return read_token_map("medusa", TOKEN_MAP, ids, num_ids=size, vocab_size=model.vocab_size)
+
+
+def _truncated(head: np.ndarray, token_map: TargetIds, *, vocab_size: int) -> np.ndarray:
+    """Returns the rows of a head in the order of the target's ids; one of all tokens is cut.
+
+    One of another shape comes back as it is, to be refused by name.
+    """
+    if head.ndim == 2 and len(head) == len(token_map.ids):
+        return head if token_map.order is None else head[token_map.order]
+    return head[token_map.ids] if head.ndim == 2 and len(head) == vocab_size else head
+
+
+def _heads_config(
     checkpoint: Checkpoint, target: Model, *, num_drafts: int | None, tree: Tree | None
 ) -> HeadsConfig:
     """Reads the heads' shape off config.json and, where that is silent, the tensors.
@@ -32,14 +145,9 @@ def heads_config(
         value is not supported.
     """
     config, wanted = checkpoint.config, target.config
-    tensors = {medusa.short_name(name): tensor for name, tensor in checkpoint.tensors()}
-    for field in ("hidden_size", "vocab_size"):
-        got, of_target = size(config, field, getattr(wanted, field)), getattr(wanted, field)
-        if got != of_target:
-            raise ValueError(
-                f"medusa: the heads' {field} is {got}, the target's {of_target}. Load the heads "
-                "that were trained for this target, or the target that these were trained for."
-            )
+    tensors = dict(checkpoint.tensors())
+    given = {field: size(config, field, getattr(wanted, field)) for field in _SIZES}
+    check_fits("medusa", target, **given)
     layers_key, num_layers = _number(config, "layers")
     num_layers = num_layers or medusa.count_layers(tensors)
     check_layers("medusa", num_layers, tensors, layers_key)
@@ -64,9 +172,9 @@ def heads_config(
     )
 
 
-def reasons(checkpoint: Checkpoint, model: HeadsConfig) -> list[str]:
+def _reasons(checkpoint: Checkpoint, model: HeadsConfig) -> list[str]:
     """Lists what config.json and tensors say differently, a sentence each."""
-    shapes = {medusa.short_name(name): list(x.shape) for name, x in checkpoint.tensors()}
+    shapes = {name: list(tensor.shape) for name, tensor in checkpoint.tensors()}
     told, found = [], medusa.count_layers(shapes)
     if found != model.num_layers:
         told.append(
@@ -75,11 +183,11 @@ def reasons(checkpoint: Checkpoint, model: HeadsConfig) -> list[str]:
         )
     if model.bias and not any(name.endswith(".bias") for name in shapes):
         told.append("medusa_fc_bias is True in config.json, and no block has a bias.")
-    rows = [model.head_rows, model.hidden_size]
-    wrong = [n for n in shapes if medusa.is_head(n, model.num_layers) and shapes[n] != rows]
+    shape = [model.head_rows, model.hidden_size]
+    wrong = [n for n in shapes if medusa.is_head(n, model.num_layers) and shapes[n] != shape]
     if wrong:
         told.append(
-            f"vocab_size (or truncated_vocab_size) is {rows[0]} and hidden_size {rows[1]}, and "
+            f"vocab_size (or truncated_vocab_size) is {shape[0]} and hidden_size {shape[1]}, and "
             f"{wrong[0]} is {shapes[wrong[0]]}."
         )
     return told
