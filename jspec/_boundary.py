@@ -227,25 +227,31 @@ def _hidden_dtype(state: State, buckets: Buckets) -> Any:
     return floats[0] if floats else state.cache.dtype
 
 
-def examples(
-    state: State, buckets: Buckets, num_requests: int, num_rows: int
-) -> list[tuple[Scheduled, Verified]]:
-    """Steps without live requests, of all forms that real ones have in a bucket."""
-
-    def full(value, *shape):
-        return np.full(shape, value, np.int32)
-
-    scheduled = Scheduled(
+def empty_step(num_rows: int, num_requests: int, pages_per_request: int) -> Scheduled:
+    """Returns a step of padding alone, in arrays on the host."""
+    return Scheduled(
         token_ids=full(0, num_rows),
         positions=full(0, num_rows),
         query_start=full(0, num_requests + 1),
         seq_lens=full(0, num_requests),
-        block_table=full(PAD_SLOT, num_requests, state.cache.pages_per_request),
+        block_table=full(PAD_SLOT, num_requests, pages_per_request),
         num_drafts=full(0, num_requests),
         request_slot=full(PAD_SLOT, num_requests),
-        backup_token=full(0, num_requests),
+        backup_token=full(PAD_TOKEN, num_requests),
         discard=np.ones(num_requests, bool),
     )
+
+
+def full(value: int, *shape: int) -> np.ndarray:
+    """Returns an int32 array on the host."""
+    return np.full(shape, value, np.int32)
+
+
+def examples(
+    state: State, buckets: Buckets, num_requests: int, num_rows: int
+) -> list[tuple[Scheduled, Verified]]:
+    """Returns steps of padding in all forms that real ones have in a bucket."""
+    scheduled = empty_step(num_rows, num_requests, state.cache.pages_per_request)
     if buckets.axes == 3:
         positions, token_index = full(0, 3, num_rows), full(0, num_rows)
         scheduled = dataclasses.replace(scheduled, positions=positions, token_index=token_index)

@@ -19,18 +19,12 @@ from jax.sharding import SingleDeviceSharding
 from jspec import proposers
 from jspec._checks import read_json
 from jspec.checkpoint import Model, check_layers, orbax
+from jspec.checkpoint.assemble import Keys, leaves_of
 from jspec.checkpoint.new_folder import check_free, new_folder
 from jspec.models import llama, weights
 from jspec.models.config import ModelConfig
 from jspec.proposers.base import Drafter
-from jspec.proposers.fitting import (
-    Keys,
-    check_dtypes,
-    check_token_tables,
-    leaves_of,
-    misfits,
-    shapes_of,
-)
+from jspec.proposers.fitting import check_dtypes, check_token_tables, misfits, shapes_of
 from jspec.state import Params
 
 _FORMAT = 1

@@ -16,7 +16,7 @@ from jspec.checkpoint.weight_files import check_file
 from jspec.models import llama, weights
 from jspec.models.config import ModelConfig
 from jspec.state import Params
-from jspec.text import ChatTemplate
+from jspec.text import ChatTemplate, TextFiles
 
 __all__ = [
     "Checkpoint",
@@ -32,8 +32,8 @@ __all__ = [
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-_OF_A_DRAFTER = "model.mtp_layers."
-"""Begins the names of tensors that draft for the model they come with (MiMo's)."""
+_DRAFTER_PREFIX = "model.mtp_layers."
+"""Prefix of the tensors of a drafter inside the model's own checkpoint (MiMo's MTP modules)."""
 
 
 class Model(NamedTuple):
@@ -42,11 +42,7 @@ class Model(NamedTuple):
     Attributes:
       config: its shape.
       params: its weights.
-      tokenizer_json: content of a Hugging Face tokenizer.json, None where there is none.
-      chat_template: Jinja template of the chat form, or several by name; None where there is none.
-      stop_ids: tokens that end a text.
-      tokenizer_config: content of a tokenizer_config.json without the chat template, None where
-        there is none.
+      tokenizer_json, chat_template, stop_ids, tokenizer_config: see `jspec.text.TextFiles`.
     """
 
     config: ModelConfig
@@ -76,7 +72,7 @@ def read(path: str | PathLike[str]) -> Checkpoint:
         )
     if path.suffix != ".gguf":
         raise ValueError(f"{path} is neither a folder nor a .gguf file. Pass one of these.")
-    from jspec.checkpoint.gguf import read_gguf  # the rest of jspec does without its packages
+    from jspec.checkpoint.gguf import read_gguf  # needs optional packages
 
     return read_gguf(path)
 
@@ -93,12 +89,12 @@ def as_model(
     Args:
       checkpoint: from `read`.
       dtype: of the weights in memory; what the file holds is converted.
-      source: what errors call the checkpoint.
-      config: its shape, where `model_config` has read it already.
+      source: name of the checkpoint, for messages.
+      config: of `model_config`, if it was called already.
 
     Raises:
       ValueError: the architecture, an option of it or `dtype` is not supported, or tensors and
-        config do not fit (all are listed).
+        config contradict each other (all contradictions are listed).
     """
     dtype = check_float_dtype("load", dtype)
     named = checkpoint.config.get("architectures") or [_ARCHITECTURES[0]]
@@ -110,14 +106,7 @@ def as_model(
     config = model_config(checkpoint) if config is None else config
     check_layers(str(source), config.num_layers, checkpoint.names)
     rules = llama.rules(config)
-    rules |= {name: None for name in checkpoint.names if name.startswith(_OF_A_DRAFTER)}
+    rules |= {name: None for name in checkpoint.names if name.startswith(_DRAFTER_PREFIX)}
     with explained(lambda: decoder_reasons(checkpoint.config, config, checkpoint)):
         params = assemble(weights.abstract(llama.Llama, config, dtype), rules, checkpoint.tensors())
-    return Model(
-        config,
-        params,
-        checkpoint.tokenizer_json,
-        checkpoint.chat_template,
-        checkpoint.stop_ids,
-        checkpoint.tokenizer_config,
-    )
+    return Model(config, params, **{name: getattr(checkpoint, name) for name in TextFiles._fields})

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's tensors are those that its config.json describes."""
+"""Contradictions between a checkpoint's tensors and its config.json."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NUM_LAYERS = "num_hidden_layers"
 _BLOCK_ROWS = 4096
 
-# Keys of config.json that make up the size of an axis of a tensor.
+# Keys of config.json whose product is the size of an axis of a tensor.
 _SIZES = (
     (("vocab_size",), "embed_tokens.weight", 0),
     (("hidden_size",), "mlp.gate_proj.weight", 1),
@@ -32,14 +32,14 @@ _DEFAULTS = {
     "num_key_value_heads": "num_attention_heads",
     "head_dim": "hidden_size // num_attention_heads",
 }
-"""What sizes are that a config.json leaves out."""
+"""Defaults of sizes that a config.json leaves out."""
 
 
 def model_config(checkpoint: Checkpoint) -> ModelConfig:
     """Reads the shape of a language model from its config.json.
 
-    Where that ties the head to the embedding, and the checkpoint has a head that differs, the
-    head counts, as in transformers 5, with a warning.
+    If it ties the head to the embedding, and the checkpoint has a different head, that head is used
+    with a warning, as in transformers 5.
 
     Raises:
       ValueError: as `ModelConfig.from_hf`.
@@ -71,7 +71,7 @@ def _head_differs(checkpoint: Checkpoint) -> bool:
 def by_tensors(hf: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """Returns a head's config.json with no more layers than its tensors have.
 
-    Heads may state the layers of their target. Then the tensors count, with a warning.
+    Some heads state the number of layers of their target; a warning tells of it.
 
     Args:
       hf: content of config.json.
@@ -82,9 +82,9 @@ def by_tensors(hf: Mapping[str, Any], names: Collection[str]) -> Mapping[str, An
     kinds = kinds if isinstance(kinds, list) else []
     if not found or layers != set(range(found)) or found >= max(stated, len(kinds)):
         return hf
-    says = f"{_NUM_LAYERS} {stated}" if stated > found else f"layer_types of {len(kinds)} layers"
+    what = f"{_NUM_LAYERS} {stated}" if stated > found else f"layer_types of {len(kinds)} layers"
     warn(
-        f"config.json says {says}, and the head has tensors of {found}. The tensors count: the "
+        f"config.json says {what}, and the head has tensors of {found}. The tensors count: the "
         "other number may be its target's. Correct config.json."
     )
     return {**hf, _NUM_LAYERS: found, "layer_types": kinds[:found] or hf.get("layer_types")}
@@ -98,16 +98,16 @@ def layers_of(names: Collection[str], pattern: str = r"(?:^|\.)layers\.(\d+)\.")
 
 @contextmanager
 def explained(reasons: Callable[[], list[str]]) -> Iterator[None]:
-    """Puts what config.json and tensors say before an error about tensors.
+    """Puts contradictions between config.json and tensors before an error about tensors.
 
     Args:
-      reasons: makes a sentence for each disagreement; called after an error alone.
+      reasons: makes a sentence for each contradiction; called after an error only.
     """
     try:
         yield
     except ValueError as error:
-        told = " ".join(reasons())
-        raise (ValueError(f"{told} Therefore {error}") if told else error) from None
+        found = " ".join(reasons())
+        raise (ValueError(f"{found} Therefore {error}") if found else error) from None
 
 
 def decoder_reasons(
@@ -119,24 +119,24 @@ def decoder_reasons(
     layers: str = r"(?:^|\.)layers\.(\d+)\.",
     names: Collection[str] = (),
 ) -> list[str]:
-    """Lists what a decoder's config.json and its tensors say differently, a sentence each.
+    """Lists contradictions between a decoder's config.json and its tensors, a sentence each.
 
     Args:
       hf: content of config.json.
-      config: what was read from it.
+      config: as read from it.
       checkpoint: has the tensors.
       layers_key: key with the number of layers.
-      layers: pattern of a tensor's name that finds the index of its layer.
-      names: of the tensors that are the decoder's, where others lie beside them.
+      layers: pattern that finds the index of its layer in a tensor's name.
+      names: of the decoder's tensors, where the checkpoint has others, too.
     """
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors()}
     if names:
         shapes = {name: shape for name, shape in shapes.items() if name in names}
-    told = []
+    reasons = []
     found = layers_of(shapes, layers)
     if found != set(range(config.num_layers)):
-        told.append(
-            f"{_said(hf, layers_key, config.num_layers)}, and there are tensors of {len(found)} "
+        reasons.append(
+            f"{_stated(hf, layers_key, config.num_layers)}, and there are tensors of {len(found)} "
             f"layer{'' if len(found) == 1 else 's'}."
         )
     values = {
@@ -151,8 +151,8 @@ def decoder_reasons(
         wanted = int(np.prod([values[key] for key in keys]))
         for name, shape in shapes.items():
             if name.endswith(suffix) and len(shape) > axis and shape[axis] != wanted:
-                said = " and ".join(_said(hf, key, values[key]) for key in keys)
-                told.append(f"{said}, which is {wanted}, and {name} is {list(shape)}.")
+                sizes = " and ".join(_stated(hf, key, values[key]) for key in keys)
+                reasons.append(f"{sizes}, which is {wanted}, and {name} is {list(shape)}.")
                 break
     qkv_key = "attention_bias" if hf.get("qkv_bias") is None else "qkv_bias"
     for key, has, suffix in (
@@ -164,13 +164,13 @@ def decoder_reasons(
         those = [name for name in shapes if name.endswith(suffix)]
         if has != bool(those):
             what = f"there is {those[0]}" if those else f"no tensor is a {suffix}"
-            told.append(f"{_said(hf, key, has)}, and {what}.")
+            reasons.append(f"{_stated(hf, key, has)}, and {what}.")
     if not config.tie_embeddings and _EMBED in shapes and _HEAD not in shapes:
-        told.append(f"{_said(hf, 'tie_word_embeddings', False)}, and there is no {_HEAD}.")
-    return told
+        reasons.append(f"{_stated(hf, 'tie_word_embeddings', False)}, and there is no {_HEAD}.")
+    return reasons
 
 
-def _said(hf: Mapping[str, Any], key: str, value: Any) -> str:
+def _stated(hf: Mapping[str, Any], key: str, value: Any) -> str:
     if hf.get(key) is None:
         by = _DEFAULTS.get(key, "the default")
         return f"{key} is missing in config.json and taken to be {value!r} ({by})"

@@ -1,4 +1,4 @@
-"""What every checkpoint reader returns, whatever the file format."""
+"""The result of every checkpoint reader, in Hugging Face terms."""
 
 import collections
 from collections.abc import Callable, Collection, Iterator
@@ -17,12 +17,8 @@ class Checkpoint(NamedTuple):
       names: of all tensors.
       tensors: yields (Hugging Face name, array) one by one; each call starts over. An array may
         be a lazy view of the file, so a consumer that only looks at shapes reads no data.
-      tokenizer_json: content of a Hugging Face tokenizer.json, None where there is none.
-      chat_template: Jinja template of the chat form, or several by name; None where there is none.
-      stop_ids: tokens that end a text.
-      files: names of all files of the folder; empty for other forms.
-      tokenizer_config: content of a tokenizer_config.json without the chat template, None where
-        there is none.
+      tokenizer_json, chat_template, stop_ids, tokenizer_config: see `jspec.text.TextFiles`.
+      files: names of all files of the folder; empty for other formats.
     """
 
     config: dict[str, Any]
@@ -36,7 +32,7 @@ class Checkpoint(NamedTuple):
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """Returns the float type that most numbers of a folder are stored in.
+    """Returns the float dtype of most parameters of a folder.
 
     Args:
       checkpoint: of a Hugging Face folder, whose tensors are not read here.
@@ -51,19 +47,19 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
 
 
 _LISTED = 1000
-"""Layers up to which the tensors that are missing are rather listed by name."""
+"""Up to so many layers `assemble` lists missing tensors by name instead."""
 
 
 def check_layers(
     owner: str, num_layers: Any, tensors: Collection[Any], key: str = "num_hidden_layers"
 ) -> None:
-    """Refuses more layers than a checkpoint can have, before shapes of each are made.
+    """Refuses more layers than tensors, before shapes of each layer are made.
 
     Args:
-      owner: what the config describes.
-      num_layers: as the config says it; what is no int is left to other checks.
-      tensors: all that the checkpoint has, of which a layer has one at least.
-      key: of the config that says it.
+      owner: name of the checkpoint, for messages.
+      num_layers: of the config; other types than int are left to other checks.
+      tensors: all tensors of the checkpoint.
+      key: of the config that holds `num_layers`.
 
     Raises:
       ValueError: there are fewer tensors than layers, and more than a thousand layers.

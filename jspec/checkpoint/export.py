@@ -1,14 +1,14 @@
-"""Hugging Face folders written from params: the rule tables of loading, read backwards."""
+"""Writing of Hugging Face folders from params: the inverse of `assemble`."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jspec.checkpoint import Model
+from jspec.checkpoint.assemble import leaves_of, tensor_shape
 from jspec.checkpoint.new_folder import new_folder
 from jspec.checkpoint.safetensors import DTYPES
 from jspec.models.layers import Place, Rules
@@ -16,11 +16,14 @@ from jspec.state import Params
 
 
 class _Tensor(NamedTuple):
-    """A checkpoint tensor that params hold."""
+    """A checkpoint tensor as a part of a leaf of params."""
 
     place: Place
     leaf: Any
-    shape: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tensor_shape(self.leaf.shape, self.place)
 
     def read(self) -> np.ndarray:
         part = np.asarray(self.leaf)
@@ -29,26 +32,12 @@ class _Tensor(NamedTuple):
         return np.ascontiguousarray(part.T if self.place.transpose else part)
 
 
-def disassemble(params: Params, rules: Rules) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the checkpoint tensors that `assemble` made params from, one by one.
-
-    Args:
-      params: nested dict of arrays.
-      rules: where each tensor went; those without a place are left out.
-
-    Raises:
-      ValueError: the rules name leaves that the params lack, or leave some unread.
-    """
-    for name, tensor in _find(params, rules).items():
-        yield name, tensor.read()
-
-
 def write_folder(
     folder: Path,
     config: Mapping[str, Any],
     params: Params,
     rules: Rules,
-    texts: Mapping[str, str | bytes],
+    texts: Mapping[str, bytes],
     *,
     optional: Collection[str] = (),
 ) -> None:
@@ -58,27 +47,28 @@ def write_folder(
       folder: to be made.
       config: content of config.json.
       params: the weights.
-      rules: see `disassemble`.
+      rules: as `assemble`; tensors without a place are left out.
       texts: further files by name.
-      optional: keys of leaves that no rule needs to name.
+      optional: keys of leaves that may be left out.
 
     Raises:
-      OSError: something is at `folder`, or the disk does not take it. ValueError: as `disassemble`.
+      OSError: `folder` exists, or a file cannot be written.
+      ValueError: params lack a leaf of the rules, or have one that no rule names.
     """
     tensors = _find(params, rules, optional)
     with new_folder(folder) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         for name, text in texts.items():
             (partial / name).parent.mkdir(exist_ok=True)
-            (partial / name).write_bytes(text.encode() if isinstance(text, str) else text)
+            (partial / name).write_bytes(text)
         _write_safetensors(partial / "model.safetensors", tensors)
 
 
 def tokenizer_files(model: Model, bos_id: int | None) -> dict[str, bytes]:
-    """Writes what transformers reads a tokenizer from: its end token and chat template included.
+    """Makes the tokenizer files of transformers, with end token and chat template.
 
     Args:
-      model: what it belongs to; without a tokenizer.json there are no files.
+      model: the model; without a tokenizer.json there are no files.
       bos_id: token that begins a text, None where there is none.
 
     Returns:
@@ -126,9 +116,7 @@ def _token_texts(tokenizer_json: str) -> dict[Any, str]:
 
 
 def _find(params: Params, rules: Rules, optional: Collection[str] = ()) -> dict[str, _Tensor]:
-    leaves = {
-        tuple(entry.key for entry in path): leaf for path, leaf in jax.tree.leaves_with_path(params)
-    }
+    leaves = leaves_of(params)
     places = {name: place for name, place in rules.items() if place is not None}
     wanted = {place.path for place in places.values()}
     misfits = (wanted ^ leaves.keys()) - {(name,) for name in optional if (name,) not in wanted}
@@ -138,19 +126,12 @@ def _find(params: Params, rules: Rules, optional: Collection[str] = ()) -> dict[
             f"params and rules do not fit, they differ in {', '.join(names)}. Take both from one "
             "model."
         )
-    tensors = {}
-    for name, place in places.items():
-        shape = leaves[place.path].shape
-        if place.columns:
-            shape = (*shape[:-1], place.columns[1] - place.columns[0])
-        shape = shape[::-1] if place.transpose else shape
-        tensors[name] = _Tensor(place, leaves[place.path], shape)
-    return tensors
+    return {name: _Tensor(place, leaves[place.path]) for name, place in places.items()}
 
 
 def _write_safetensors(file: Path, tensors: Mapping[str, _Tensor]) -> None:
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what transformers looks for
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for name, tensor in tensors.items():
         dtype = np.dtype(tensor.leaf.dtype)

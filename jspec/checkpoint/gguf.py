@@ -1,4 +1,4 @@
-"""GGUF models, llama.cpp's files: weights, config and tokenizer in Hugging Face terms."""
+"""GGUF models (llama.cpp): weights, config and tokenizer in Hugging Face terms."""
 
 import re
 from collections.abc import Iterator
@@ -83,7 +83,7 @@ def read_gguf(path: str | Path) -> Checkpoint:
 
 
 def _config(file: GgufFile) -> dict[str, Any]:
-    """Writes the Hugging Face config.json that the metadata stands for."""
+    """Converts the metadata to the content of a Hugging Face config.json."""
     arch = file.get("general.architecture", str)
     if arch not in _ARCHITECTURES:
         raise ValueError(
@@ -150,16 +150,16 @@ def _rope_scaling(
 
 
 def _llama3_scaling(file: GgufFile, theta: float, rotary_dim: int, original: int) -> dict[str, Any]:
-    """Finds the `llama3` scaling that a table of frequency divisors was written from.
+    """Infers the `llama3` scaling parameters from a table of frequency divisors.
 
-    A file keeps the divisors (1 for short wavelengths, `factor` for long ones), not the
-    parameters. All published models blend between wavelengths `original / 4` and `original`.
+    A file has the divisors (1 for short wavelengths, `factor` for long ones), not the parameters.
+    All published models interpolate between wavelengths `original / 4` and `original`.
     """
     divisors = file.read(_ROPE_DIVISORS)
     low, high, factor = 1.0, 4.0, float(divisors.max())
     turns = original / (2 * np.pi) * theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
     blend = np.clip((turns - low) / (high - low), 0, 1)
-    wanted = 1 / ((1 - blend) / max(factor, 1) + blend)  # factors below 1 do not exist
+    wanted = 1 / ((1 - blend) / max(factor, 1) + blend)  # no factor is below 1
     if divisors.shape != wanted.shape or not np.allclose(divisors, wanted, rtol=1e-4):
         raise ValueError(
             f"{file.path}: {_ROPE_DIVISORS} is no llama3 RoPE scaling over {original} positions, "

@@ -1,7 +1,7 @@
-"""The GGUF container: metadata, where tensors lie, and their rows as float32.
+"""The GGUF container: metadata, offsets of tensors, and their rows as float32.
 
 The header is parsed here; the `gguf` package dequantises. Its own reader makes an array object of
-every token of the vocabulary (2 s for 49,152 of them), and slices past the end of a cut file.
+every token of the vocabulary (2 s for 49,152 of them), and does not detect truncated files.
 """
 
 import functools
@@ -32,10 +32,10 @@ _CHUNK_BYTES = 1 << 18  # quantised rows at a time: the temporaries of dequantis
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies.
+    """Location and format of a tensor in the file.
 
     Attributes:
-      shape: row-major, as numpy and Hugging Face have it; the file lists it the other way round.
+      shape: row-major, as in numpy and Hugging Face; the file has it reversed.
       type_id: ggml's number of the block format.
       start: first byte in the file.
       row_bytes: bytes of a row (the last axis).
@@ -136,7 +136,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 class _Header:
-    """Walks the header. No step leaves the file, so a wrong length allocates nothing."""
+    """Parses the header; lengths are checked against the file before anything is allocated."""
 
     def __init__(self, path: Path, data: mmap.mmap, offset: int):
         self.path = path
@@ -144,7 +144,7 @@ class _Header:
         self.offset = offset
 
     def take(self, num_bytes: int) -> int:
-        """Steps over `num_bytes` and returns where they start."""
+        """Advances by `num_bytes` and returns the offset before."""
         start = self.offset
         if num_bytes > len(self.data) - start:
             raise _truncated(
@@ -181,7 +181,7 @@ class _Header:
         raise _damaged(self.path, f"metadata type {type_id} before byte {self.offset} is unknown")
 
     def tensor(self) -> tuple[str, Tensor]:
-        """Reads one entry of the tensor list; `start` still counts from the tensor data."""
+        """Reads one entry of the tensor list; `start` is relative to the tensor data."""
         name = self.text()
         shape = [self.scalar("<Q") for _ in range(self.scalar("<I"))]
         return name, Tensor(

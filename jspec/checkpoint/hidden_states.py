@@ -1,4 +1,4 @@
-"""One request's hidden states in a safetensors file, for training or for another process."""
+"""One request's hidden states in a safetensors file, for training or another process."""
 
 import json
 from os import PathLike
@@ -18,7 +18,7 @@ class HiddenStates(NamedTuple):
     Attributes:
       states: row i is token i; layers in the order of `layers`.
       layers: n = residual stream after n layers, "norm" = after the final norm.
-      token_ids: the tokens, where they were written, too.
+      token_ids: the tokens, or None.
     """
 
     states: Float[np.ndarray, "n L D"]
@@ -33,10 +33,10 @@ def save_hidden_states(path: str | PathLike[str], hidden: HiddenStates) -> None:
 
     Args:
       path: of the file; one that is there is written over.
-      hidden: as `jspec.models.hidden_cache.read` gives the states, in their element type.
+      hidden: states as `jspec.models.hidden_cache.read` returns them, in their dtype.
 
     Raises:
-      ValueError: states, layers and tokens do not go together.
+      ValueError: shapes of states, layers and tokens contradict each other.
     """
     states, layers, token_ids = hidden
     if states.ndim != 3 or states.shape[1] != len(layers):

@@ -1,7 +1,7 @@
 """Models by their name on the Hugging Face hub: from its cache on this machine, else fetched.
 
-The layout of the cache is part of the hub's interface: `models--owner--name` has `refs/<revision>`,
-files with a commit, and `snapshots/<commit>`, folders of links to `blobs`.
+The layout of the cache is documented by the hub: `models--owner--name` has files `refs/<revision>`
+that hold a commit, and folders `snapshots/<commit>` of links to `blobs`.
 """
 
 import importlib.util
@@ -19,22 +19,22 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
 _PICKLES = ["pytorch_model*.bin", "medusa_lm_head.pt"]
 _LEFT_OUT = ["consolidated*", "*/*.safetensors", "*/*.json"]
-"""The same weights once more, or those of another format or program."""
+"""Other copies of the weights, in other formats."""
 
 
 def resolve(path: str | PathLike[str], owner: str = "load") -> Path:
-    """Returns where a model lies on disk.
+    """Returns the path of a model on disk; one of the hub may be fetched.
 
     Args:
-      path: a folder or file, or `owner/name` or `owner/name@revision` of a model on the hub. What
-        is on disk under that name comes first, then the hub's cache (`HF_HUB_CACHE`, or `HF_HOME`),
-        then the hub itself: only config, safetensors and text files are fetched; pickles where
-        there is no safetensors file. Nothing is where `HF_HUB_OFFLINE` is set.
-      owner: what errors begin with: the function, or the option.
+      path: a folder or file, or `owner/name` or `owner/name@revision` of a model on the hub. A path
+        on disk has priority over the hub's cache (`HF_HUB_CACHE`, or `HF_HOME`), the cache over the
+        hub. Only config, safetensors and text files are fetched, pickles if there is no safetensors
+        file; nothing where `HF_HUB_OFFLINE` is set.
+      owner: function or option, for messages.
 
     Returns:
-      The path; of a model on the hub, the folder of its snapshot. A path that is no name of a
-      model is returned as it is, whether something is there or not.
+      The path; of a model on the hub, the folder of its snapshot. Other paths are returned
+      unchanged, whether they exist or not.
 
     Raises:
       TypeError: `path` is no path. FileNotFoundError: nothing of that name is on disk or in the
@@ -51,8 +51,8 @@ def resolve(path: str | PathLike[str], owner: str = "load") -> Path:
         return local
     name, revision = f"{match[1]}/{match[2]}", match[3]
     snapshot = _find_snapshot(name, revision or "main")
-    lacking = None if snapshot is None else _find_lack(snapshot)
-    if snapshot is not None and lacking is None:
+    missing = None if snapshot is None else _find_missing(snapshot)
+    if snapshot is not None and missing is None:
         return snapshot
     why = _why_not_fetched(match[1])
     if why is None:
@@ -63,7 +63,7 @@ def resolve(path: str | PathLike[str], owner: str = "load") -> Path:
             why = f"fetching it failed ({first})"
     cached = f"none of that name is in the Hugging Face hub's cache ({cache_folder()})"
     if snapshot is not None:
-        cached = f"its copy in the Hugging Face hub's cache is not whole ({lacking})"
+        cached = f"its copy in the Hugging Face hub's cache is not whole ({missing})"
     elif _folder_of(name).is_dir():
         cached = f"{_folder_of(name)} has no snapshot of revision {revision or 'main'}"
     command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
@@ -74,7 +74,7 @@ def resolve(path: str | PathLike[str], owner: str = "load") -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns where the hub's programs keep models: HF_HUB_CACHE, else `hub` in HF_HOME."""
+    """Returns the folder of the hub's cache: HF_HUB_CACHE, else `hub` in HF_HOME."""
     own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(shared, "huggingface")
@@ -82,7 +82,7 @@ def cache_folder() -> Path:
 
 
 def fetch(name: str, revision: str | None) -> str:
-    """Fetches what jspec reads of a model into the hub's cache; returns its snapshot."""
+    """Fetches the files that jspec reads into the hub's cache; returns the snapshot's folder."""
     from huggingface_hub import snapshot_download  # an extra
 
     def download(patterns: list[str]) -> str:
@@ -112,10 +112,10 @@ def _find_snapshot(name: str, revision: str) -> Path | None:
     return snapshot if commit and snapshot.is_dir() else None
 
 
-def _find_lack(snapshot: Path) -> str | None:
-    """Says what a snapshot lacks: many are of a tokenizer alone, or were cut short."""
+def _find_missing(snapshot: Path) -> str | None:
+    """Describes what a snapshot lacks, as of a tokenizer alone or an interrupted download."""
     if any(snapshot.glob("*.gguf")):
-        return None  # which is to be passed itself, as loading will say
+        return None  # loading asks for the path of the file
     try:
         check_folder(snapshot)
         if not is_pickled(snapshot):
@@ -128,7 +128,7 @@ def _find_lack(snapshot: Path) -> str | None:
 
 
 def _why_not_fetched(owner_of_model: str) -> str | None:
-    """Says why a model is not fetched, None where it may be."""
+    """Returns the reason why a model is not fetched, None if it may be."""
     offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
     if offline and offline.upper() in _TRUE:
         return "HF_HUB_OFFLINE is set, so that it was not fetched"

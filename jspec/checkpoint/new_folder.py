@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def check_free(path: str | PathLike[str]) -> None:
-    """Checks that a folder can be made, before what it will hold is computed.
+    """Checks that a folder can be made, before its content is computed.
 
     Args:
       path: of the folder; its parents are made, too.
 
     Raises:
-      FileExistsError: something is there. NotADirectoryError: a parent is a file. PermissionError:
-        nothing can be made in the nearest parent, and why.
+      FileExistsError: `path` exists. NotADirectoryError: a parent is a file. PermissionError: the
+        nearest parent cannot be written.
     """
     path = Path(path).absolute()
     if os.path.lexists(path):
@@ -35,16 +35,16 @@ def check_free(path: str | PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: str | PathLike[str]) -> Iterator[Path]:
-    """Gives an empty folder to fill, which takes the place of `path` when all went well.
+    """Makes an empty folder to fill, which is renamed to `path` if no error was raised.
 
-    Work that is cut short may leave a hidden folder, `.<name>.partial`. The next one to the same
-    path removes it.
+    A killed process may leave a hidden folder, `.<name>.partial`, which the next call for the same
+    path removes.
 
     Args:
       path: of the folder to make; its parents are made, too.
 
     Raises:
-      OSError: something is at `path`, or the disk does not take what is written.
+      OSError: `path` exists, or a file cannot be written.
 
     Example:
       with new_folder("saved") as folder:
@@ -67,8 +67,8 @@ def new_folder(path: str | PathLike[str]) -> Iterator[Path]:
 
 
 def remedy(error: OSError) -> str:
-    """Says what helps against an error of the file system."""
-    # TensorStore passes the system's reason on as text.
+    """Returns the last sentence of a message: how to avoid an error of the file system."""
+    # TensorStore's errors have the system's message, but no errno.
     full = {number: os.strerror(number) for number in _FULL}
     if error.errno in full or any(reason in str(error) for reason in full.values()):
         return "Free some space, or write to another path."
@@ -76,4 +76,4 @@ def remedy(error: OSError) -> str:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Of a disk, a quota or a file that takes no more."""
+"""Disk full, quota exceeded, file too large."""

@@ -13,24 +13,24 @@ from jspec.state import Params
 
 
 def write(folder: Path, params: Params) -> None:
-    """Writes arrays to a new folder; each device's part is written from there.
+    """Writes arrays to a new folder, each shard from its own device.
 
     Args:
       folder: absolute path that does not exist.
       params: nested dict of JAX arrays, all of them addressable by this process.
 
     Raises:
-      OSError: the disk does not take them.
+      OSError: a file cannot be written.
     """
     try:
         with _quiet(), _checkpointer() as checkpointer:
             checkpointer.save(folder, params)
-    except ValueError as error:  # of TensorStore, whatever the system said
+    except ValueError as error:  # of TensorStore, for errors of the file system
         raise OSError(str(error)) from error
 
 
 def read_shapes(folder: Path) -> Params:
-    """Returns shapes and dtypes of what was written, as `jax.ShapeDtypeStruct`; reads no data."""
+    """Returns shapes and dtypes of the arrays as `jax.ShapeDtypeStruct`; reads no data."""
     with _checkpointer() as checkpointer:
         stored = checkpointer.metadata(folder).item_metadata.tree
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), stored)
@@ -42,7 +42,7 @@ def read(folder: Path, shapes: Params, sharding: jax.sharding.Sharding) -> Param
     Args:
       folder: from `write`.
       shapes: from `read_shapes`.
-      sharding: where every array goes, wherever it was when it was written.
+      sharding: of all arrays, whatever it was when they were written.
     """
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
@@ -53,12 +53,12 @@ def read(folder: Path, shapes: Params, sharding: jax.sharding.Sharding) -> Param
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps an error that is raised from being printed by each thread, too, with a traceback."""
+    """Suppresses logs and tracebacks of threads for an error that is raised anyway."""
     log = logging.getLogger("absl")
     level, hook = log.level, sys.unraisablehook
 
     def pass_on(found: Any) -> None:
-        # What TensorStore still wrote after the first error reports to a loop that has ended.
+        # After the first error, TensorStore's other writes report to a closed event loop.
         if str(found.exc_value) != "Event loop is closed":
             hook(found)
 
@@ -66,7 +66,7 @@ def _quiet() -> Iterator[None]:
     sys.unraisablehook = pass_on
     try:
         yield
-        sys.unraisablehook = hook  # after an error it stays: such reports come late, too
+        sys.unraisablehook = hook  # after an error it stays, as some reports come late
     finally:
         log.setLevel(level)
 

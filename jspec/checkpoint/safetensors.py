@@ -1,9 +1,8 @@
 """Hugging Face model folders: config.json, safetensors shards, tokenizer.json.
 
-The safetensors package reads and checks the header of a file: a length of 8 bytes, JSON of that
-length, then the data without gaps. We map tensor by tensor, where the package maps whole files or
-copies: what only looks at shapes reads no data, and pages of tensors that are done with do not stay
-in memory.
+The safetensors package parses and checks headers: a length of 8 bytes, JSON of that length, then
+the data without gaps. Tensors are memory-mapped one by one, where the package maps whole files or
+copies: reading shapes reads no data, and pages of tensors that are no longer used are freed.
 """
 
 import math
@@ -34,7 +33,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 
 _WITHOUT_WEIGHTS = ["ExtractHiddenStatesModel"]
-"""Architectures of a folder that is all config."""
+"""Architectures of a folder without weights."""
 
 
 def read_folder(path: str | PathLike[str]) -> Checkpoint:
@@ -43,18 +42,17 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
     Args:
       path: folder with config.json and model.safetensors (Medusa heads: or
         medusa_lm_head.safetensors), or the shards that model.safetensors.index.json lists.
-        The files that say what is text are read where they exist: see `jspec.text`. Weights are
-        chosen as transformers does: one file before shards. What is left beside them, and an index
-        that its shards contradict, is warned of.
+        Files of tokenizer and generation are read where they exist: see `jspec.text`. One file has
+        priority over shards, as in transformers. Other weight files, and an index that its shards
+        contradict, cause a warning.
 
     Returns:
       The checkpoint. Headers have been checked; no tensor data has been read.
 
     Raises:
-      FileNotFoundError: the folder, its config.json or a weight file is missing, or a link to
-        nothing.
-      ValueError: a file is truncated or not what its name says, the folder is an adapter, or two
-        shards have the same tensor.
+      FileNotFoundError: the folder, its config.json or a weight file is missing, or a broken link.
+      ValueError: a file is truncated or has another format, the folder is an adapter, or two shards
+        have the same tensor.
     """
     folder = Path(path)
     check_folder(folder)
@@ -79,7 +77,7 @@ def read_folder(path: str | PathLike[str]) -> Checkpoint:
 
 
 def _read_header(file: Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]:
-    """Returns dtype, shape and offset in the file of each tensor.
+    """Returns dtype, shape and file offset of each tensor.
 
     Raises:
       ValueError: the file is damaged, or a dtype is not supported.

@@ -1,4 +1,4 @@
-"""One buffer for what a drafter and its target both use: the embedding and the head."""
+"""Embedding and head that a drafter shares with its target, as one buffer."""
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,11 @@ from jax.typing import DTypeLike
 from jspec.checkpoint.assemble import is_float
 
 _BLOCK_BYTES = 1 << 25
-"""What a comparison holds beside the two tables."""
+"""Memory of a comparison, beside the two tables."""
 
 
 def own_or_shared(own: np.ndarray | None, shared: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the target's table where a drafter has none or the same one, else the drafter's own.
+    """Returns the target's table if the drafter has none or an equal one, else the drafter's own.
 
     Args:
       own: [V, D] the table in the drafter's checkpoint, None where it has none.
@@ -21,8 +21,8 @@ def own_or_shared(own: np.ndarray | None, shared: jax.Array, dtype: DTypeLike) -
       dtype: of the drafter's weights.
 
     Returns:
-      `shared` itself, not a copy, unless `own`, in the dtype of `shared`, differs from it in a
-      bit or in shape. Then `own`, in the drafter's `dtype` and on the same devices.
+      `shared` itself, not a copy, unless `own`, cast to its dtype, differs in a bit or in shape:
+      then `own` in the drafter's `dtype`, on the same devices.
 
     Raises:
       ValueError: `own` is quantized.
@@ -40,7 +40,7 @@ def own_or_shared(own: np.ndarray | None, shared: jax.Array, dtype: DTypeLike) -
 
 
 def _same_bits(own: np.ndarray, shared: jax.Array) -> bool:
-    """Compares block by block, so that neither table is copied as a whole."""
+    """Compares in blocks, so that neither table is copied as a whole."""
     if not own.size:
         return True
     row_bytes = max(1, own[:1].size * shared.dtype.itemsize)

@@ -1,14 +1,15 @@
-"""Tables of a draft vocabulary: which token of the target each draft id stands for.
+"""Tables of a draft vocabulary: the target id of each draft id.
 
-`d2t` [Vd] holds target id - draft id; its inverse `t2d` [V] is True for the target ids that it
-leads to. Medusa's `token_map` [Vd] holds target ids as they are.
+`d2t` [Vd] holds target id - draft id; its inverse `t2d` [V] is True for the target ids in it.
+Medusa's `token_map` [Vd] holds target ids.
 """
 
-import warnings
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
+
+from jspec._checks import warn
 
 
 class TargetIds(NamedTuple):
@@ -16,7 +17,7 @@ class TargetIds(NamedTuple):
 
     Attributes:
       ids: [Vd] int32 target ids, ascending.
-      order: [Vd] the draft id that each belonged to, None where that is the order already.
+      order: [Vd] the draft id of each, None where draft ids are in this order already.
     """
 
     ids: Int[np.ndarray, "Vd"]
@@ -26,20 +27,20 @@ class TargetIds(NamedTuple):
 def read_d2t(
     owner: str, d2t: np.ndarray | None, t2d: np.ndarray | None, *, num_ids: int, vocab_size: int
 ) -> TargetIds:
-    """Reads the table of offsets, and compares it with its inverse.
+    """Reads a table of offsets, and compares it with its inverse.
 
-    Warns of a table of zeros alone, which may never have been filled.
+    Warns of a table of zeros, which may never have been filled.
 
     Args:
-      owner: what errors call the drafter.
-      d2t: [Vd] ints, target id - draft id; None = 0, where there are as many draft ids as tokens.
+      owner: name of the drafter, for messages.
+      d2t: [Vd] ints, target id - draft id; None = zeros.
       t2d: [V] bools, or ints of 0 and 1; None where the checkpoint has none.
       num_ids: draft ids (Vd).
       vocab_size: target ids (V).
 
     Raises:
-      ValueError: a table has another shape or type, two draft ids lead to one target id or one out
-        of the vocabulary, or the tables contradict each other.
+      ValueError: a table has another shape or dtype, two draft ids have the same target id, a
+        target id is outside the vocabulary, or the tables contradict each other.
 
     Example:
       In: d2t [0 2 3]  Out: ids [0 3 5]
@@ -52,10 +53,9 @@ def read_d2t(
         )
     offsets = d2t.astype(np.int64)
     ids = offsets + np.arange(num_ids)
-    bad = _misleading(ids, vocab_size)
+    bad = _first_invalid(ids, vocab_size)
     if bad is not None:
-        # Absolute ids would be a map, too.
-        absolute = _misleading(offsets, vocab_size) is None
+        absolute = _first_invalid(offsets, vocab_size) is None
         fix = (
             "It may hold target ids, where target id - draft id is wanted: subtract "
             f"0..{num_ids - 1} from it."
@@ -69,11 +69,9 @@ def read_d2t(
     if t2d is not None:
         _check_inverse(owner, ids, np.asarray(t2d), vocab_size)
     elif num_ids < vocab_size and not offsets.any():
-        warnings.warn(
+        warn(
             f"{owner}: d2t is all zeros, so that the {num_ids} draft ids are the target's first "
-            "ones. If that is not meant, the table was never filled: fetch the checkpoint again.",
-            UserWarning,
-            stacklevel=2,
+            "ones. If that is not meant, the table was never filled: fetch the checkpoint again."
         )
     return _ordered(ids)
 
@@ -84,7 +82,7 @@ def read_token_map(
     """Reads a table of target ids.
 
     Raises:
-      ValueError: it is no table of that many different target ids.
+      ValueError: its shape or dtype is another, or its ids are not distinct target ids.
     """
     ids = np.asarray(table)
     if ids.shape != (num_ids,) or not np.issubdtype(ids.dtype, np.integer):
@@ -94,7 +92,7 @@ def read_token_map(
             "the same heads."
         )
     ids = ids.astype(np.int64)
-    bad = _misleading(ids, vocab_size)
+    bad = _first_invalid(ids, vocab_size)
     if bad is not None:
         raise ValueError(
             f"{owner}: {name!r} has {ids[bad]} in row {bad}, wanted {num_ids} different ids from 0 "
@@ -103,8 +101,8 @@ def read_token_map(
     return _ordered(ids)
 
 
-def _misleading(ids: np.ndarray, vocab_size: int) -> int | None:
-    """Returns the first entry that is no token, or one that an earlier entry is; None: all fit."""
+def _first_invalid(ids: np.ndarray, vocab_size: int) -> int | None:
+    """Returns the index of the first id outside the vocabulary or repeated; None: all are valid."""
     _, first = np.unique(ids, return_index=True)
     wrong = (ids < 0) | (ids >= vocab_size)
     wrong[np.setdiff1d(np.arange(len(ids)), first)] = True

@@ -1,22 +1,21 @@
-"""Which files of a Hugging Face folder hold its weights, and why others do not."""
+"""The weight files of a Hugging Face folder, and errors for folders without any."""
 
 import os
 import shlex
-import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jspec._checks import read_json
+from jspec._checks import read_json, warn
 
 SINGLE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
 """Names of a file that holds all tensors; the second is that of FasterDecoding's Medusa heads."""
 
 INDEX = "model.safetensors.index.json"
-"""Says which shard holds which tensor."""
+"""Index of sharded weights: the shard of each tensor."""
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt")
-"""Weights that PyTorch pickled: a file, the index of several, Medusa heads."""
+"""Weights that PyTorch pickled: a file, an index of shards, Medusa heads."""
 
 _READ = (".json", ".jinja", ".safetensors")
 _POINTER = b"version https://git-lfs"
@@ -35,10 +34,10 @@ class WeightFiles(NamedTuple):
 
 
 def check_file(file: Path) -> bool:
-    """Tells whether a file is there, and refuses what stands in for one.
+    """Returns whether a file exists; raises if it is no regular file that can be read.
 
     Raises:
-      FileNotFoundError: it is a link to nothing. IsADirectoryError: it is a folder.
+      FileNotFoundError: it is a broken link. IsADirectoryError: it is a folder.
       PermissionError: it cannot be read. ValueError: it is a pointer of Git LFS.
     """
     if file.is_symlink() and not file.exists():
@@ -66,7 +65,7 @@ def check_file(file: Path) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Checks every file that may be read, and that there is a config.json.
+    """Checks every file of a folder that jspec reads, and that there is a config.json.
 
     Raises:
       FileNotFoundError: config.json is missing. And as `check_file`.
@@ -96,13 +95,13 @@ def is_pickled(path: Path) -> bool:
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """Finds the weights as transformers does: one file comes before shards, these before pickles.
+    """Finds the weights as transformers does: one file has priority over shards, over pickles.
 
-    Warns of weights beside them that are not read.
+    Warns of other weight files, which are not read.
 
     Raises:
       FileNotFoundError: there are none, or a shard is missing. ValueError: the folder is an
-        adapter, or the index names no shards.
+        adapter, or the index lists no shards.
     """
     if (folder / "adapter_config.json").exists():
         raise ValueError(
@@ -119,9 +118,7 @@ def find_weights(folder: Path) -> WeightFiles:
 
 
 def check_index(folder: Path, found: WeightFiles, names: Mapping[Path, Collection[str]]) -> None:
-    """Compares the tensors of each file with those of the others and with the index.
-
-    Warns where the index is wrong: what the shards hold is what counts.
+    """Checks that no tensor is in two files, and warns where the index is wrong.
 
     Raises:
       ValueError: two files have a tensor of the same name.
@@ -147,11 +144,9 @@ def check_index(folder: Path, found: WeightFiles, names: Mapping[Path, Collectio
         f"{owner.get(name, 'no shard')}"
         for name in wrong[:3]
     ]
-    warnings.warn(
+    warn(
         f"{folder / INDEX} and its shards differ in {len(wrong)} tensors: it has "
-        f"{'; '.join(examples)}. What is in the shards is read. Fetch the folder again.",
-        UserWarning,
-        stacklevel=2,
+        f"{'; '.join(examples)}. What is in the shards is read. Fetch the folder again."
     )
 
 
@@ -173,7 +168,7 @@ def _shards(folder: Path) -> WeightFiles:
 
 def _warn_of_others(folder: Path, found: WeightFiles) -> None:
     read = {file.name for file in found.files}
-    # What a pickle of the same name held was converted to the file that is read.
+    # A pickle of the same name is the source of the file that is read.
     converted = {f"{file.stem}.pt" for file in found.files}
     others = [
         file.name
@@ -185,11 +180,9 @@ def _warn_of_others(folder: Path, found: WeightFiles) -> None:
         shards = _shards(folder).files
         others += [INDEX] if {file.name for file in shards} != read else []
     if others:
-        warnings.warn(
+        warn(
             f"{folder}: {', '.join(others)} not read: the weights are those of "
-            f"{', '.join(sorted(read))}, as for transformers. Remove what does not belong to them.",
-            UserWarning,
-            stacklevel=2,
+            f"{', '.join(sorted(read))}, as for transformers. Remove what does not belong to them."
         )
 
 

@@ -13,8 +13,16 @@ from jspec._checks import check_at_least, did_you_mean
 from jspec._user_cache import keep_executables
 from jspec.cli import bench, bench_drafts, convert, generate, inspection
 
-_INTERRUPTED = 130  # as a shell counts Ctrl-C
+_INTERRUPTED = 130  # exit code of shells after Ctrl-C
 _EXPLAINED = (ValueError, KeyError, TypeError, OSError, RuntimeError, ImportError, MemoryError)
+
+_COMMANDS = {
+    "generate": generate,
+    "bench": bench,
+    "bench-drafts": bench_drafts,
+    "inspect": inspection,
+    "convert": convert,
+}
 
 _EPILOG = """Each command has examples: python -m jspec generate --help
 
@@ -28,8 +36,8 @@ def command() -> NoReturn:
     """Runs the command that this process was started with, and ends the process."""
     code = main()
     if code:
-        # Python's way out crashes where XLA still compiles in a thread, and prints tracebacks of
-        # what Orbax left unfinished.
+        # Python's own shutdown crashes while XLA compiles in a thread, and prints tracebacks of
+        # writes that Orbax did not finish.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
@@ -43,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: words after `python -m jspec`; by default those of this process.
 
     Returns:
-      Exit code: 0, or 1 after an error, which is printed in one line on standard error; as a shell
-      counts signals, 130 after Ctrl-C and 141 where the reader of a pipe has left. argparse itself
-      exits with 2 where the words do not parse.
+      Exit code: 0, or 1 after an error, which is printed in one line on standard error; 130 after
+      Ctrl-C and 141 after the reader of a pipe has closed it, as in shells. argparse itself exits
+      with 2 where the words do not parse.
     """
     if sys.stdout is None:  # Python found it closed
         sys.stdout = open(os.devnull, "w")
@@ -60,12 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = arguments.run(arguments)
-        sys.stdout.flush()  # a pipe that was closed shows here, not when Python exits
+        sys.stdout.flush()  # a closed pipe raises here, not when Python exits
         return code
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, on exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush on exit
         return 141
     except _EXPLAINED as error:
         message = error.args[0] if isinstance(error, KeyError) else error
@@ -85,8 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (generate, bench, bench_drafts, inspection, convert):
-        command.add_to(commands)
+    for name, module in _COMMANDS.items():
+        command = commands.add_parser(
+            name, help=module.HELP, epilog=module.EXAMPLES, formatter_class=parser.formatter_class
+        )
+        module.add_options(command)
+        command.set_defaults(run=module.run)
     demo = commands.add_parser("demo", help="decode a demo suite with every n-gram drafter")
     demo.set_defaults(run=_demo)
     demo.add_argument("--max-tokens", type=int, default=64, help="tokens a prompt (default: 64)")

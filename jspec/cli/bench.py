@@ -1,4 +1,4 @@
-"""`python -m jspec bench`: the same prompts with every drafter, in one table."""
+"""`python -m jspec bench`: decodes the same prompts with every drafter, for one table."""
 
 import argparse
 import importlib.util
@@ -19,6 +19,8 @@ from jspec.demo.prompts import demo_prompts
 from jspec.proposers.base import Drafter
 from jspec.runtime import benchmark, replay, scheduling
 
+HELP = "decode the same prompts with every drafter, and compare"
+
 EXAMPLES = """examples:
   python -m jspec bench --model smollm2 --max-tokens 64
   python -m jspec bench --model path/to/folder --drafter eagle3=path/to/head \\
@@ -32,16 +34,9 @@ _COLUMNS = (
 )
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to a parser's commands."""
-    bench = commands.add_parser(
-        "bench",
-        help="decode the same prompts with every drafter, and compare",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    bench.set_defaults(run=_run)
-    add = bench.add_argument
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    add = parser.add_argument
     add("--model", required=True, help=models.HELP)
     add(
         "--methods",
@@ -58,21 +53,22 @@ def add_to(commands: Any) -> None:
     add("--suite", default="demo", help="demo (default), or a file of prompts as of generate")
     add("--num-prompts", type=int, help="only the first ones of the suite")
     drafters.add_options(add)
-    prompts.add_form_options(add)
+    prompts.add_encoding_options(add)
     decoding.add_options(add)
     add("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
-    forms = bench.add_mutually_exclusive_group()
+    forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print one JSON object")
     forms.add_argument("--markdown", action="store_true", help="print a table in Markdown")
     add("--picture", metavar="FILE", help="draw the table, too: .png, .pdf or .svg")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command, and returns its exit code."""
     if arguments.picture is not None:
         check_picture("--picture", Path(arguments.picture))
     paths = _paths(arguments.drafter)
     methods = _methods(arguments.methods, paths)
-    prompts.check_form(arguments)
+    prompts.check_encoding_options(arguments)
     bad = prompts.BadPrompts(arguments.skip_bad)
     asked = _suite(arguments, bad)
     decoding.check(arguments, len(asked))
@@ -81,13 +77,9 @@ def _run(arguments: argparse.Namespace) -> int:
     model = models.open_model(arguments.model, arguments.dtype, quiet=arguments.json)
     loaded = {m: Drafter(config, None) for m, config in configs.items()}
     for method, path in paths.items():
-        sampling = arguments.draft_sampling
-        options = {} if sampling is None else {"draft_sampling": sampling}
-        loaded[method] = drafters.open_drafter(
-            path, model, method=method, num_drafts=arguments.num_drafts, **options
-        )
+        loaded[method] = drafters.from_disk(path, arguments, model, method)
     tokenizer = models.open_tokenizer(model, arguments.chat_template)
-    _, ids, num_skipped = prompts.encode(
+    _, ids = prompts.encode(
         tokenizer,
         asked,
         bad,
@@ -102,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "model": arguments.model,
         "suite": arguments.suite,
         "prompts": len(ids),
-        "skipped_prompts": num_skipped,
+        "skipped_prompts": bad.num_skipped,
         "max_tokens": arguments.max_tokens,
         "batch_size": arguments.batch_size,
         "dtype": arguments.dtype,
@@ -115,7 +107,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(header | {"methods": rows}))
     elif arguments.markdown:
-        print("\n".join([setting, "", *_markdown(rows)]))  # without the blank line it is no table
+        print("\n".join([setting, "", *_markdown(rows)]))  # the blank line starts the table
     else:
         print("\n".join([setting, *_table(rows)]))
     if arguments.picture is not None:
@@ -124,7 +116,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def check_picture(option: str, output: Path) -> None:
-    """Raises ValueError or ImportError for a picture that could not be written."""
+    """Raises ValueError or ImportError if a picture cannot be written."""
     fits = output.suffix in (".png", ".pdf", ".svg") and not output.is_dir()
     if not fits or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         raise ValueError(
@@ -136,7 +128,7 @@ def check_picture(option: str, output: Path) -> None:
 
 
 def _paths(words: list[str]) -> dict[str, Path]:
-    """Reads `--drafter METHOD=PATH`; drafters of the hub may be fetched."""
+    """Parses `--drafter METHOD=PATH`; drafters of the hub may be fetched."""
     paths: dict[str, Path] = {}
     for word in words:
         method, equals, path = word.partition("=")
@@ -168,13 +160,13 @@ def _methods(words: str, paths: dict[str, Path]) -> list[str]:
     return methods
 
 
-def _suite(arguments: argparse.Namespace, bad: prompts.BadPrompts) -> list[prompts.Asked]:
+def _suite(arguments: argparse.Namespace, bad: prompts.BadPrompts) -> list[prompts.CommandPrompt]:
     if arguments.num_prompts is not None and arguments.num_prompts < 1:
         raise ValueError(f"--num-prompts is {arguments.num_prompts}, wanted 1 or more. Raise it.")
     if arguments.suite == "demo":
         texts = demo_prompts(progress=not arguments.json)
         texts = texts[: arguments.num_prompts]
-        return [prompts.Asked(prompt.text, f"demo, {prompt.name}") for prompt in texts]
+        return [prompts.CommandPrompt(prompt.text, f"demo, {prompt.name}") for prompt in texts]
     return prompts.read_file(
         arguments.suite, bad, arguments.prompt_format, most=arguments.num_prompts
     )
@@ -187,7 +179,7 @@ def _measure(
     loaded: dict[str, Drafter],
 ) -> list[dict[str, Any]]:
     """Runs every drafter, plain decoding first; returns a row for each."""
-    options: dict[str, Any] = decoding.of_target(arguments)
+    options: dict[str, Any] = decoding.target_options(arguments)
     configs = [drafter.config for drafter in loaded.values() if drafter.config]
     chains = [c.num_drafts for c in configs if proposers.of(c).tree(c) is None]
     options["cache"] = scheduling.limits(
@@ -196,20 +188,20 @@ def _measure(
     )
     rows, plain = [], None
     for method, drafter in {"none": Drafter(None, None), **loaded}.items():
-        drafting = {} if drafter.config is None else decoding.of_drafting(arguments)
+        drafting = {} if drafter.config is None else decoding.drafting_options(arguments)
         progress = Progress(method, len(ids))
         try:
             report = benchmark.run(model, ids, *drafter, on_tokens=progress, **options, **drafting)
             first = ids[: arguments.batch_size]
-            step_times = benchmark.step_times(model, first, *drafter, **options, **drafting)
+            latencies = benchmark.step_times(model, first, *drafter, **options, **drafting)
         finally:
             progress.finish()
-        if not sys.stderr.isatty():  # where no progress line is shown: a sign of life
+        if not sys.stderr.isatty():  # no progress line is shown there
             speed = f"{report.tokens_per_second:.1f} tokens/s"
             print(f"{method}: {len(ids)} prompts, {speed}", file=sys.stderr, flush=True)
         plain = plain or report
         num_drafts = drafter.config.num_drafts if drafter.config else 0
-        row = benchmark.summary(method, num_drafts, report, plain) | step_times._asdict()
+        row = benchmark.summary(method, num_drafts, report, plain) | latencies
         if method == "none" or not decoding.keeps_tokens(arguments):
             row["identical_to_plain"] = None
         row |= comparison.differences(
@@ -235,7 +227,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(row["draft_tokens"]),
         number("tokens_per_step"),
         number("mean_acceptance_length"),
-        comparison.in_short([f"{100 * rate:.0f}" for rate in row["acceptance_per_position"]])
+        comparison.join_positions([f"{100 * rate:.0f}" for rate in row["acceptance_per_position"]])
         or "-",
         number("draft_ms") if drafts else "-",
         number("verify_ms"),
@@ -259,11 +251,9 @@ def _markdown(rows: list[dict[str, Any]]) -> list[str]:
 
 def _draw(rows: list[dict[str, Any]], output: Path, *, title: str) -> None:
     """Draws acceptance by position and tokens a second."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     drafted = rows[1:]
     plot_acceptance(left, {row["method"]: row["acceptance_per_position"] for row in drafted})

@@ -1,4 +1,4 @@
-"""`python -m jspec bench-drafts`: recorded requests through every drafter without weights."""
+"""`python -m jspec bench-drafts`: replays recorded requests with every drafter without weights."""
 
 import argparse
 import json
@@ -10,22 +10,19 @@ import jax
 from jspec.cli import drafters
 from jspec.runtime import replay
 
+HELP = "replay recorded requests through every drafter without weights"
+
 EXAMPLES = """examples:
   python -m jspec bench-drafts requests.jsonl
   python -m jspec bench-drafts requests.jsonl --method ngram --method suffix --json
 """
 
+_FIGURES = ("acceptance_length", "acceptance_rate", "drafted_share", "draft_us_per_token")
 
-def add_to(commands: Any) -> None:
-    """Adds the command to a parser's commands."""
-    bench = commands.add_parser(
-        "bench-drafts",
-        help="replay recorded requests through every drafter without weights",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    bench.set_defaults(run=_run)
-    add = bench.add_argument
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    add = parser.add_argument
     add("file", help='JSON lines: {"prompt": [ids], "output": [ids], "segment": "chat"}')
     add("--method", action="append", help="replay this one; may be given several times")
     drafters.add_options(add)
@@ -33,7 +30,8 @@ def add_to(commands: Any) -> None:
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command, and returns its exit code."""
     methods = arguments.method or replay.model_free()
     configs = {
         method: drafters.without_weights(method, arguments, others=methods) for method in methods
@@ -77,12 +75,7 @@ def _segment(name: str, by_method: dict[str, dict[str, replay.Tally]]) -> dict[s
         "tokens": any_tally.num_tokens,
         "winner": replay.winner(tallies),
         "drafters": {
-            method: {
-                "acceptance_length": tally.acceptance_length,
-                "acceptance_rate": tally.acceptance_rate,
-                "drafted_share": tally.drafted_share,
-                "draft_us_per_token": tally.draft_us_per_token,
-            }
+            method: {name: getattr(tally, name) for name in _FIGURES}
             for method, tally in tallies.items()
         },
     }

@@ -1,4 +1,4 @@
-"""How the tokens of two runs differ, and where rounding alone may have chosen."""
+"""Comparison of the tokens of two runs, with the differences that rounding may explain."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from jspec.models import llama
 from jspec.models.kv_cache import KVCache
 from jspec.runtime import scheduling
 from jspec.runtime.decode import Report
-from jspec.runtime.scheduling import Rows
+from jspec.runtime.scheduling import RequestRows
 from jspec.state import Params, Scheduled
 
 _CHUNK = 64
@@ -27,7 +27,7 @@ _SHOWN = 12
 """Draft positions in a table."""
 
 _ROUNDING = 2.0
-"""Steps of the weights' dtype, at the size of the best logit, that rounding may make up."""
+"""Rounding error of a logit: so many units in the last place of the weights' dtype."""
 
 
 def differences(
@@ -39,19 +39,19 @@ def differences(
     cache: CacheConfig,
     greedy: bool,
 ) -> dict[str, Any]:
-    """Counts prompts that two runs continued differently, ready for JSON.
+    """Counts prompts that two runs continued differently, as entries for JSON.
 
     Args:
       model: the target.
       prompts: token ids of both runs.
       report: a run with drafts.
-      plain: plain decoding; None where nothing is known to differ.
+      plain: plain decoding; None if the runs are equal or not comparable.
       cache: sizes that hold a prompt and its continuation.
-      greedy: whether the tokens are the best ones; draws are not looked at for near-ties.
+      greedy: whether tokens are argmaxes; near-ties of sampled tokens are not counted.
 
     Returns:
       `differing_prompts`, and `near_ties`: those of them whose first two different tokens have
-      logits so close that rounding in the weights' dtype may choose. None where it is not known.
+      logits that differ by no more than the rounding error of the weights' dtype. None = unknown.
     """
     if plain is None:
         return {"differing_prompts": None, "near_ties": None}
@@ -69,13 +69,13 @@ def differences(
 
 
 def exit_code(model: Model, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Returns 1 where a run changed a token though nothing was rounded to fewer than 32 bits."""
+    """Returns 1 if a run in float32 changed a token, else 0."""
     changed = any(row["identical_to_plain"] is False for row in rows)
     return int(changed and model.params["embed"].dtype == jnp.float32)
 
 
-def in_short(cells: Sequence[str]) -> str:
-    """Joins what there is for each draft position, of many the first ones."""
+def join_positions(cells: Sequence[str]) -> str:
+    """Joins the cells of the draft positions, at most the first `_SHOWN`."""
     return " ".join([*cells[:_SHOWN], *(["..."] if len(cells) > _SHOWN else [])])
 
 
@@ -86,12 +86,12 @@ def _is_near_tie(logits: np.ndarray, one: int, other: int, model: Model) -> bool
 
 
 def _logits_after(model: Model, tokens: list[int], cache: CacheConfig) -> np.ndarray:
-    """Runs the target over a text, and returns the logits of what follows it."""
+    """Runs the target over a text, and returns the logits of the next token."""
     kv, logits = llama.init_pages(model.config, cache), None
     pages = range(math.ceil(len(tokens) / cache.page_size))
     for start in range(0, len(tokens), _CHUNK):
         scheduled = scheduling.pack(
-            [Rows(0, tokens[start : start + _CHUNK], start, 0, pages)],
+            [RequestRows(0, tokens[start : start + _CHUNK], start, 0, pages)],
             num_rows=_CHUNK,
             num_requests=1,
             pages_per_request=cache.pages_per_request,

@@ -1,11 +1,11 @@
-"""`python -m jspec convert`: models from Hugging Face or GGUF form to Orbax, and back."""
+"""`python -m jspec convert`: models from Hugging Face or GGUF format to Orbax, and back."""
 
 import argparse
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +22,8 @@ from jspec.models import llama
 from jspec.proposers.base import Drafter
 from jspec.saving import restore, save
 
+HELP = "write a model in another form: Hugging Face or GGUF to Orbax, and back"
+
 EXAMPLES = """examples:
   python -m jspec convert path/to/folder saved --dtype bfloat16
   python -m jspec convert model.gguf saved
@@ -33,44 +35,25 @@ EXAMPLES = """examples:
 """
 
 _ORIGIN = "origin.json"
-"""File beside a saved drafter: what its params do not say about the folder that it came from."""
+"""File in a saved drafter: config.json and tensor names of the folder that it came from."""
 
 _TEXTS = "texts"
-"""Folder in a saved model: the files of `_OF_TEXT` that its source had."""
+"""Folder in a saved model: those files of `_OF_TEXT` that its source had."""
 
 _OF_TEXT = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("vocab.json", "merges.txt"),
 )
-"""Files of a Hugging Face folder that transformers makes tokenizer and generation from."""
+"""Files of a Hugging Face folder that define tokenizer and generation for transformers."""
 
 _TEMPLATES = "additional_chat_templates"
 """Folder of further chat templates beside them."""
 
 
-class _Origin(NamedTuple):
-    """The folder that a drafter came from.
-
-    Attributes:
-      config: content of its config.json.
-      names: of its tensors.
-    """
-
-    config: Mapping[str, Any]
-    names: Collection[str]
-
-
-def add_to(commands: Any) -> None:
-    """Adds the command to a parser's commands."""
-    convert = commands.add_parser(
-        "convert",
-        help="write a model in another form: Hugging Face or GGUF to Orbax, and back",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    convert.set_defaults(run=_run)
-    add = convert.add_argument
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    add = parser.add_argument
     add("source", help="Hugging Face folder or owner/name, .gguf file, or folder of jspec.save")
     add("destination", help="folder to make; it must not exist")
     add(
@@ -89,13 +72,11 @@ def add_to(commands: Any) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command, and returns its exit code."""
     destination = Path(arguments.destination)
     check_free(destination)
-    if arguments.method is not None:
-        proposers.find(arguments.method)
-        if arguments.target is None:
-            raise ValueError("--method has no effect without --target. Leave it out.")
+    drafters.check_method(arguments)
     source = models.find("source", arguments.source)
     if is_pickled(source):
         return _rewrite(source, destination, arguments)
@@ -105,14 +86,11 @@ def _run(arguments: argparse.Namespace) -> int:
             f"--dtype has no effect with {source}, which keeps the one that it was saved in. Leave "
             "it out."
         )
-    if arguments.dtype is not None:
-        models.check_dtype(arguments.dtype)
-    dtype = arguments.dtype or ("float32" if is_saved else models.dtype_of(source))
-    target = None
+    dtype = models.dtype_of(source, arguments.dtype)
+    target: Model | None = None
+    found: Model | Drafter
     if arguments.target is not None:
         target = models.open_model(arguments.target, dtype, option="--target", quiet=True)
-    found: Model | Drafter
-    if target is not None:
         options: dict[str, Any] = {} if is_saved else {"dtype": dtype}
         found = drafters.open_drafter(source, target, method=arguments.method, **options)
     else:
@@ -147,19 +125,19 @@ def _rewrite(source: Path, destination: Path, arguments: argparse.Namespace) -> 
     return 0
 
 
-def _origin(source: Path) -> _Origin | None:
-    """Describes where a drafter comes from; None for a saved one that nobody described."""
+def _origin(source: Path) -> dict[str, Any] | None:
+    """Returns `config` and tensor `names` of a drafter's source; None if it is unknown."""
     if models.is_saved(source):
         file = source / _ORIGIN
-        return _Origin(**read_json(file)) if file.is_file() else None
+        return read_json(file) if file.is_file() else None
     opened = checkpoint.read(source)
-    return _Origin(opened.config, opened.names)
+    return {"config": opened.config, "names": opened.names}
 
 
 def _texts(source: Path, found: Model | Drafter) -> dict[str, bytes]:
-    """Returns the files that make tokenizer and generation of a model, by name.
+    """Returns the files that define tokenizer and generation of a model, by name.
 
-    They are those of the source. What it lacks, as a GGUF file does, is written from a model.
+    They are those of the source; those that it lacks, as GGUF files do, are made from the model.
     """
     folder = source / _TEXTS if models.is_saved(source) else source
     texts = {}
@@ -182,26 +160,26 @@ def _texts(source: Path, found: Model | Drafter) -> dict[str, bytes]:
     return texts
 
 
-def _write_beside(folder: Path, origin: _Origin | None, texts: Mapping[str, bytes]) -> None:
-    """Adds to a saved folder what its params do not say about the source."""
+def _write_beside(folder: Path, origin: Any, texts: Mapping[str, bytes]) -> None:
+    """Adds origin and texts to a saved folder."""
     try:
         if origin is not None:
-            (folder / _ORIGIN).write_text(json.dumps(origin._asdict(), indent=1), "utf-8")
+            (folder / _ORIGIN).write_text(json.dumps(origin, indent=1), "utf-8")
         for name, text in texts.items():
             (folder / _TEXTS / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / _TEXTS / name).write_bytes(text)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # a folder without them would be incomplete
+        shutil.rmtree(folder, ignore_errors=True)  # incomplete
         raise
 
 
 def _write_drafter(
-    folder: Path, drafter: Drafter, origin: _Origin | None, texts: Mapping[str, bytes]
+    folder: Path, drafter: Drafter, origin: dict[str, Any] | None, texts: Mapping[str, bytes]
 ) -> None:
     """Writes a drafter with the config.json and the tensor names of the folder it came from.
 
     Raises:
-      ValueError: that folder is not known, or its tensors cannot be told from the params.
+      ValueError: that folder is unknown, or its tensors cannot be restored from the params.
     """
     proposer = proposers.of(drafter.config)
     if proposer.rules is None or origin is None:
@@ -215,18 +193,19 @@ def _write_drafter(
             f"a drafter of method {proposer.name} that drafts in parallel is not written in "
             "Hugging Face form: its mask_hidden was fused. Keep the folder that it came from."
         )
-    table = proposer.rules(drafter.config, origin.names)
-    rules = {name: table.get(name) for name in origin.names}
+    table = proposer.rules(drafter.config, origin["names"])
+    rules = {name: table.get(name) for name in origin["names"]}
     maps = [n for n, place in rules.items() if place is not None and place.path == ("target_ids",)]
-    if "target_ids" not in params:  # a map of each id to itself is not kept
+    if "target_ids" not in params:  # an identity map, which params leave out
         rules |= dict.fromkeys(maps)
-    elif any(name.endswith("d2t") for name in maps):  # stored as what to add to a draft id
+    elif any(name.endswith("d2t") for name in maps):  # stored as target id - draft id
         ids = np.asarray(params["target_ids"])
         params = params | {"target_ids": ids - np.arange(len(ids), dtype=ids.dtype)}
     tables = ("embed", "head", "target_ids")  # the first two may be the target's
+    hf = origin["config"]
     own = jax.tree.leaves({key: part for key, part in params.items() if key not in tables})
-    stated = {key: own[0].dtype.name for key in ("torch_dtype", "dtype") if key in origin.config}
-    content = {**origin.config, **stated}
+    stated = {key: own[0].dtype.name for key in ("torch_dtype", "dtype") if key in hf}
+    content = {**hf, **stated}
     write_folder(folder, content, params, rules, texts, optional=("embed", "head"))
 
 

@@ -1,4 +1,4 @@
-"""Options of sampling, drafting and verification."""
+"""Options of sampling, draft length and verification."""
 
 import argparse
 from collections.abc import Callable
@@ -69,15 +69,14 @@ def check(arguments: argparse.Namespace, num_prompts: int) -> None:
     sampling_params("generate", num_prompts, **_sampling(arguments))
 
 
-def of_target(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what runs with and without a drafter take, for `jspec.runtime.benchmark.run`."""
-    return {"max_tokens": arguments.max_tokens, "max_requests": arguments.batch_size} | _sampling(
-        arguments
-    )
+def target_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `jspec.runtime.benchmark.run` with and without a drafter."""
+    sizes = {"max_tokens": arguments.max_tokens, "max_requests": arguments.batch_size}
+    return sizes | _sampling(arguments)
 
 
-def of_drafting(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what runs with a drafter take beside that."""
+def drafting_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the additional arguments of runs with a drafter."""
     is_fixed = arguments.adaptive is False
     options: dict[str, Any] = {"drafting": "fixed" if is_fixed else Adaptive()}
     if arguments.verification is not None:
@@ -93,7 +92,7 @@ def seeds(arguments: argparse.Namespace) -> list[int | None]:
 
 
 def keeps_tokens(arguments: argparse.Namespace) -> bool:
-    """Whether drafts leave each token as plain decoding has it, not its distribution alone."""
+    """Whether verification keeps the tokens of plain decoding, not only their distribution."""
     return arguments.verification in (None, "match") or not arguments.temperature
 
 

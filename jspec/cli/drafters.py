@@ -1,4 +1,4 @@
-"""Options of the drafter, and its resolution."""
+"""Options of the drafter; its resolution and loading."""
 
 import argparse
 import dataclasses
@@ -14,12 +14,11 @@ from jspec.proposers.base import Drafter
 from jspec.runtime import replay
 from jspec.saving import restore
 from jspec.suffix import files
-from jspec.tree import Tree
 
 HELP = "folder, .gguf file, or owner/name on the Hugging Face hub"
 
-# Options that set a field of a drafter's config; what they are where they are left out, None =
-# the config's own default.
+# Options that set a field of a drafter's config: that field, and the option's default; None = the
+# config's own default.
 _OPTIONS: dict[str, tuple[str, Any]] = {
     "num_drafts": ("num_drafts", 7),
     "min_n": ("prompt_lookup_min", 2),
@@ -41,13 +40,13 @@ def add_options(add: Callable[..., Any]) -> None:
 
 
 def without_weights(method: str, arguments: argparse.Namespace, others: Sequence[str] = ()) -> Any:
-    """Builds a drafter's config, None for plain decoding: before anything is loaded.
+    """Builds a drafter's config before anything is loaded; None for plain decoding.
 
     Raises:
       KeyError: no such method.
       FileNotFoundError, ValueError: `--warm-start` is no cache of responses.
-      ValueError: the method needs weights, or an option was given that has no effect on it, nor on
-        one of `others`.
+      ValueError: the method needs weights, or an option was given that affects neither it nor one
+        of `others`.
     """
     options = _options_of(method)
     effective = options.union(*map(_options_of, others))
@@ -55,7 +54,7 @@ def without_weights(method: str, arguments: argparse.Namespace, others: Sequence
     if method == "none":
         return None
     if arguments.warm_start is not None:
-        files.read(arguments.warm_start)  # a model takes longer
+        files.read(arguments.warm_start)  # an error comes before a model is loaded
     fields = {}
     for option in options:
         field, default = _OPTIONS[option]
@@ -63,7 +62,7 @@ def without_weights(method: str, arguments: argparse.Namespace, others: Sequence
         value = default if given is None else given
         if value is not None:
             fields[field] = value
-    # A default gives way to the other bound, where that alone was passed.
+    # A default bound is moved to the other one, if that alone was passed and contradicts it.
     if arguments.min_n is not None and arguments.max_n is None and "max_n" in options:
         fields["prompt_lookup_max"] = max(fields["prompt_lookup_max"], arguments.min_n)
     elif arguments.max_n is not None and arguments.min_n is None and "min_n" in options:
@@ -72,21 +71,21 @@ def without_weights(method: str, arguments: argparse.Namespace, others: Sequence
 
 
 def find(option: str, name: str) -> Path:
-    """Returns where a drafter lies on disk; one of the hub may be fetched.
+    """Returns the path of a drafter, as `jspec.cli.models.find_on_disk`."""
+    wanted = "a folder of a draft head or a draft model, owner/name of one on the hub, or a .gguf"
+    return models.find_on_disk(option, name, f"Pass {wanted} file.")
 
-    Raises:
-      ValueError, FileNotFoundError: nothing is there.
-    """
-    return models.find_on_disk(
-        option,
-        name,
-        "Pass a folder of a draft head or a draft model, owner/name of one on the hub, or a .gguf "
-        "file.",
-    )
+
+def check_method(arguments: argparse.Namespace) -> None:
+    """Raises KeyError or ValueError for a `--method` that is unknown or lacks `--target`."""
+    if arguments.method is not None:
+        proposers.find(arguments.method)
+        if arguments.target is None:
+            raise ValueError("--method has no effect without --target. Leave it out.")
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Checks the options beside `--drafter`, before its target is loaded.
+    """Checks the options given with `--drafter`, before its target is loaded.
 
     Raises:
       ValueError: the method has no weights, or an option has no effect.
@@ -99,20 +98,13 @@ def check(arguments: argparse.Namespace) -> None:
     _check_effect(arguments, {"num_drafts"}, "--drafter", {"num_drafts"})
 
 
-def from_disk(path: Path, arguments: argparse.Namespace, target: Model) -> Drafter:
-    """Loads the drafter that `--drafter` names, from where `find` found it."""
-    options: dict[str, Any] = {}
-    if arguments.tree is not None:
-        options["tree"] = Tree(arguments.tree)
+def from_disk(
+    path: Path, arguments: argparse.Namespace, target: Model, method: str | None, **options: Any
+) -> Drafter:
+    """Loads the drafter of `--drafter` from the path that `find` returned."""
     if arguments.draft_sampling is not None:
         options["draft_sampling"] = arguments.draft_sampling
-    return open_drafter(
-        path,
-        target,
-        method=arguments.method,
-        num_drafts=arguments.num_drafts,
-        **options,
-    )
+    return open_drafter(path, target, method=method, num_drafts=arguments.num_drafts, **options)
 
 
 def open_drafter(
@@ -126,8 +118,8 @@ def open_drafter(
     """Loads a drafter from a folder, a .gguf file or a folder of `jspec.save`.
 
     Raises:
-      ValueError: a saved folder is of another method, or holds a target, or was given options,
-        which it keeps as they were saved. And as `jspec.load` and `jspec.restore`.
+      ValueError: a saved folder is of another method, holds a target, or was given options, which
+        are those that it was saved with. And as `jspec.load` and `jspec.restore`.
     """
     if not models.is_saved(Path(path)):
         return load(path, target=target, method=method, num_drafts=num_drafts, **options)

@@ -1,4 +1,4 @@
-"""`python -m jspec generate`: prompts continued by a model on disk."""
+"""`python -m jspec generate`: continues prompts with a model on disk."""
 
 import argparse
 import json
@@ -8,9 +8,12 @@ from typing import Any
 
 from jspec import proposers
 from jspec.cli import comparison, decoding, drafters, models, prompts
-from jspec.cli.streaming import Ends, Progress, Records, Text
+from jspec.cli.streaming import EndDetector, Progress, Records, Text
 from jspec.runtime import benchmark, scheduling
 from jspec.runtime.scheduling import OnTokens
+from jspec.tree import Tree
+
+HELP = "continue prompts with a model on disk"
 
 EXAMPLES = """examples:
   python -m jspec generate --model smollm2 --prompt "Write a haiku about rivers."
@@ -25,16 +28,9 @@ EXAMPLES = """examples:
 """
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to a parser's commands."""
-    generate = commands.add_parser(
-        "generate",
-        help="continue prompts with a model on disk",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    generate.set_defaults(run=_run)
-    add = generate.add_argument
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    add = parser.add_argument
     add("--model", required=True, help=models.HELP)
     add("--drafter", metavar="PATH", help=f"drafter with weights: {drafters.HELP}")
     methods = ", ".join(proposers.REGISTRY)
@@ -45,7 +41,7 @@ def add_to(commands: Any) -> None:
     drafters.add_options(add)
     add("--tree", help="--drafter: token tree to draft, for example '[(0,), (1,), (0, 0)]'")
     prompts.add_options(add)
-    prompts.add_form_options(add)
+    prompts.add_encoding_options(add)
     decoding.add_options(add)
     add(
         "--num-samples",
@@ -63,9 +59,10 @@ def add_to(commands: Any) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command, and returns its exit code."""
     method, config, params, path = arguments.method or "ngram", None, None, None
-    prompts.check_form(arguments)
+    prompts.check_encoding_options(arguments)
     _check_samples(arguments)
     bad = prompts.BadPrompts(arguments.skip_bad)
     asked = prompts.read(arguments, bad)
@@ -82,9 +79,10 @@ def _run(arguments: argparse.Namespace) -> int:
     model = models.open_model(arguments.model, arguments.dtype, quiet=arguments.json)
     tokenizer = models.open_tokenizer(model, arguments.chat_template)
     if path is not None:
-        config, params = drafters.from_disk(path, arguments, model)
+        tree = {} if arguments.tree is None else {"tree": Tree(arguments.tree)}
+        config, params = drafters.from_disk(path, arguments, model, arguments.method, **tree)
         method = proposers.of(config).name
-    asked, ids, num_skipped = prompts.encode(
+    asked, ids = prompts.encode(
         tokenizer,
         asked,
         bad,
@@ -93,22 +91,22 @@ def _run(arguments: argparse.Namespace) -> int:
         raw=arguments.raw,
         special_tokens=not arguments.no_special_tokens,
     )
-    options = decoding.of_target(arguments)
+    options = decoding.target_options(arguments)
     num_samples = arguments.num_samples
     ids = [prompt for prompt in ids for _ in range(num_samples)]
     if num_samples > 1:
         options["seed"] = decoding.seeds(arguments) * len(asked)
     cache = scheduling.limits(model, ids, arguments.max_tokens, arguments.batch_size, None, 1)
     options["cache"] = cache
-    drafting = {} if config is None else decoding.of_drafting(arguments)
+    drafting = {} if config is None else decoding.drafting_options(arguments)
     budgets = [min(arguments.max_tokens, cache.max_model_len - len(prompt)) for prompt in ids]
-    ends, records = Ends(budgets, model.stop_ids), None
+    ends, records = EndDetector(budgets, model.stop_ids), None
     if arguments.json:
-        begun = _begun(asked, ids, decoding.seeds(arguments))
-        records = Records(tokenizer, ends, begun, shown=len(begun) > 1)
+        fields = _first_fields(asked, ids, decoding.seeds(arguments))
+        records = Records(tokenizer, ends, fields, shown=len(fields) > 1)
     shown: list[OnTokens] = [records or Text(tokenizer, ends, _titles(asked, num_samples))]
     progress = None
-    if arguments.json or not sys.stdout.isatty():  # else the text itself shows how far it got
+    if arguments.json or not sys.stdout.isatty():  # else the text itself shows the progress
         progress = Progress(method, len(ids))
         shown.insert(0, progress)
     elif sys.stderr.isatty():
@@ -130,9 +128,9 @@ def _run(arguments: argparse.Namespace) -> int:
         plain = benchmark.run(model, ids, **options)
     num_drafts = config.num_drafts if config else 0
     result = benchmark.summary(method, num_drafts, report, plain)
-    result["skipped_prompts"] = num_skipped
+    result["skipped_prompts"] = bad.num_skipped
     if not decoding.keeps_tokens(arguments):
-        result["identical_to_plain"] = None  # they share a distribution, which no run can show
+        result["identical_to_plain"] = None  # the tokens have the same distribution only
     result |= comparison.differences(
         *(model, ids, report, plain if result["identical_to_plain"] is False else None),
         cache=cache,
@@ -143,7 +141,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_plain(arguments: argparse.Namespace) -> None:
-    """Refuses options of drafting where nothing drafts."""
+    """Raises ValueError for drafting options without a drafter."""
     given = {
         "--adaptive": arguments.adaptive,
         "--no-adaptive": arguments.adaptive is False,
@@ -164,10 +162,12 @@ def _check_samples(arguments: argparse.Namespace) -> None:
         )
 
 
-def _begun(
-    asked: Sequence[prompts.Asked], ids: Sequence[Sequence[int]], seeds: Sequence[int | None]
+def _first_fields(
+    asked: Sequence[prompts.CommandPrompt],
+    ids: Sequence[Sequence[int]],
+    seeds: Sequence[int | None],
 ) -> list[dict[str, Any]]:
-    """Lists what is known of each sample of each prompt before it is decoded."""
+    """Returns the first fields of the JSON record of each sample of each prompt."""
     samples = [(*pair, n) for pair in enumerate(asked) for n in range(len(seeds))]
     return [
         {
@@ -181,7 +181,7 @@ def _begun(
     ]
 
 
-def _titles(asked: Sequence[prompts.Asked], num_samples: int) -> list[str]:
+def _titles(asked: Sequence[prompts.CommandPrompt], num_samples: int) -> list[str]:
     titles = []
     for prompt, _ in asked:
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -193,7 +193,7 @@ def _titles(asked: Sequence[prompts.Asked], num_samples: int) -> list[str]:
 
 
 def _print(result: dict[str, Any], records: Records | None) -> None:
-    """Prints the figures of a run; as JSON, with what there is of a lone prompt."""
+    """Prints the figures of a run; as JSON, with the record of a single prompt."""
     if records is None:
         for name, value in result.items():
             if value is not None:
@@ -210,5 +210,5 @@ def _pretty(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}"
     if isinstance(value, list):
-        return comparison.in_short(list(map(_pretty, value)))
+        return comparison.join_positions(list(map(_pretty, value)))
     return str(value)

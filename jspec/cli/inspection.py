@@ -1,10 +1,10 @@
-"""`python -m jspec inspect`: what a folder or file is, and the memory that it will take."""
+"""`python -m jspec inspect`: kind, sizes and memory of a model or drafter on disk."""
 
 import argparse
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -21,6 +21,8 @@ from jspec.proposers.base import Drafter
 from jspec.saving import config_from_json, read_description, restore
 from jspec.state import Params
 
+HELP = "tell what a folder or file is, and the memory that it will take"
+
 EXAMPLES = """examples:
   python -m jspec inspect path/to/folder --max-requests 64 --max-model-len 8192 --dtype bfloat16
   python -m jspec inspect path/to/head --target path/to/folder
@@ -28,32 +30,9 @@ EXAMPLES = """examples:
 """
 
 
-class Memory(NamedTuple):
-    """Bytes on the device.
-
-    Attributes:
-      weights: of the params, without what a drafter shares with its target.
-      shared: of the target's arrays that a drafter uses, too: they are there anyway.
-      kv_pages: of the pool of keys and values.
-      buffers: of what else a drafter keeps between steps.
-    """
-
-    weights: int
-    shared: int
-    kv_pages: int
-    buffers: int
-
-
-def add_to(commands: Any) -> None:
-    """Adds the command to a parser's commands."""
-    inspect = commands.add_parser(
-        "inspect",
-        help="tell what a folder or file is, and the memory that it will take",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    inspect.set_defaults(run=_run)
-    add = inspect.add_argument
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    add = parser.add_argument
     add("path", help=f"{models.HELP}; or a drafter's")
     add("--target", metavar="PATH", help="look at the path as a drafter for this model")
     add("--method", help="--target: method of the drafter (default: the one that recognises it)")
@@ -65,81 +44,77 @@ def add_to(commands: Any) -> None:
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command, and returns its exit code."""
     if arguments.dtype is not None:
         models.check_dtype(arguments.dtype)
-    if arguments.method is not None:
-        proposers.find(arguments.method)
-        if arguments.target is None:
-            raise ValueError("--method has no effect without --target. Leave it out.")
+    drafters.check_method(arguments)
     path = models.find("path", arguments.path)
-    dtype = arguments.dtype or ("float32" if models.is_saved(path) else models.dtype_of(path))
-    result: dict[str, Any] = {"path": str(path), "form": _form(path)}
+    dtype = models.dtype_of(path, arguments.dtype)
+    result: dict[str, Any] = {"path": str(path), "form": _format(path)}
     if arguments.target is not None:
-        target = _tables(models.find("--target", arguments.target), dtype)
+        target = _load_tables(models.find("--target", arguments.target), dtype)
         drafter = drafters.open_drafter(path, target, method=arguments.method)
         proposer = proposers.of(drafter.config)
-        result |= {
-            "is": "drafter",
-            "method": proposer.name,
-            "num_drafts": drafter.config.num_drafts,
-        }
+        result |= _drafter(proposer.name, drafter.config)
         cache = _cache(arguments, target.config, target.params)
         memory = drafter_memory(drafter, target, cache, arguments.max_requests)
-        result |= {"parameters": _count(drafter.params)}
+        result["parameters"] = _count(drafter.params)
     else:
-        described, config, params = _look(path, dtype)
+        described, config, params = _describe(path, dtype)
         result |= described
         if config is None:
             return _print(arguments, result)
         cache = _cache(arguments, config, params)
         memory = target_memory(config, params, cache)
-        result |= {"parameters": _count(params)}
+        result["parameters"] = _count(params)
     sizes = {"num_pages": cache.num_pages, "page_size": cache.page_size}
     sizes |= {"max_model_len": cache.max_model_len, "max_requests": arguments.max_requests}
-    total = memory.weights + memory.kv_pages + memory.buffers
-    result |= {"dtype": cache.dtype, **sizes, "bytes": memory._asdict() | {"total": total}}
+    total = sum(memory.values()) - memory["shared"]
+    result |= {"dtype": cache.dtype, **sizes, "bytes": memory | {"total": total}}
     return _print(arguments, result)
 
 
-def target_memory(config: ModelConfig, params: Params, cache: CacheConfig) -> Memory:
-    """Computes what a target and its KV pages take, from shapes."""
+def target_memory(config: ModelConfig, params: Params, cache: CacheConfig) -> dict[str, int]:
+    """Computes the memory of a target and its KV pages, from shapes; see `drafter_memory`."""
     pages = jax.eval_shape(lambda: llama.init_pages(config, cache))
-    return Memory(weights=_bytes(params), shared=0, kv_pages=_bytes(pages), buffers=0)
+    return {"weights": _bytes(params), "shared": 0, "kv_pages": _bytes(pages), "buffers": 0}
 
 
 def drafter_memory(
     drafter: Drafter, target: Model, cache: CacheConfig, max_requests: int
-) -> Memory:
-    """Computes what a drafter takes beside its target: what `jspec.init` will hold.
+) -> dict[str, int]:
+    """Computes the memory of a drafter in addition to its target's, as of `jspec.init`.
 
     Args:
       drafter: from `jspec.load`.
       target: the model that it was loaded with.
       cache: sizes of its KV pages.
       max_requests: requests at the same time.
+
+    Returns:
+      Bytes of its `weights`, of arrays `shared` with the target, of `kv_pages` and other `buffers`.
     """
     config, init = drafter.config, proposers.of(drafter.config).init
     memory = jax.eval_shape(lambda p: init(config, p, cache, max_requests), drafter.params)
     of_target = {id(leaf) for leaf in jax.tree.leaves(target.params)}
     leaves = jax.tree.leaves(drafter.params)
     parts = jax.tree.leaves(memory, is_leaf=lambda part: isinstance(part, KVCache))
-    return Memory(
-        weights=_bytes([leaf for leaf in leaves if id(leaf) not in of_target]),
-        shared=_bytes([leaf for leaf in leaves if id(leaf) in of_target]),
-        kv_pages=_bytes([part for part in parts if isinstance(part, KVCache)]),
-        buffers=_bytes([part for part in parts if not isinstance(part, KVCache)]),
-    )
+    return {
+        "weights": _bytes([leaf for leaf in leaves if id(leaf) not in of_target]),
+        "shared": _bytes([leaf for leaf in leaves if id(leaf) in of_target]),
+        "kv_pages": _bytes([part for part in parts if isinstance(part, KVCache)]),
+        "buffers": _bytes([part for part in parts if not isinstance(part, KVCache)]),
+    }
 
 
-def _look(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, Params]:
-    """Describes a path without a target; config and shapes where it is one itself."""
+def _describe(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, Params]:
+    """Describes a path without `--target`; config and shapes of the params if it is a target."""
     if models.is_saved(path):
         config = config_from_json(read_description(path)["config"])
         if isinstance(config, ModelConfig):
             return _target(config, []), config, orbax.read_shapes(path / "params")
-        name = proposers.of(config).name
-        return {"is": "drafter", "method": name, "num_drafts": config.num_drafts}, None, None
+        return _drafter(proposers.of(config).name, config), None, None
     opened = checkpoint.read(path)
     methods = [
         proposer.name
@@ -160,6 +135,10 @@ def _look(path: Path, dtype: str) -> tuple[dict[str, Any], ModelConfig | None, P
     return {"is": "drafter", "method": " or ".join(methods), **names}, None, None
 
 
+def _drafter(method: str, config: Any) -> dict[str, Any]:
+    return {"is": "drafter", "method": method, "num_drafts": config.num_drafts}
+
+
 def _target(config: ModelConfig, methods: list[str]) -> dict[str, Any]:
     names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     sizes = {name: getattr(config, name) for name in names}
@@ -168,8 +147,8 @@ def _target(config: ModelConfig, methods: list[str]) -> dict[str, Any]:
     return {"is": "target", "model_type": config.model_type, **also, **sizes, **positions}
 
 
-def _tables(path: Path, dtype: DTypeLike) -> Model:
-    """Loads what drafters read of a target: its embedding and head; the rest are shapes."""
+def _load_tables(path: Path, dtype: DTypeLike) -> Model:
+    """Loads a target's embedding and head, which drafters share; its other params are shapes."""
     if models.is_saved(path):
         saved = restore(path)
         if not isinstance(saved, Model):
@@ -213,7 +192,7 @@ def _cache(arguments: argparse.Namespace, config: ModelConfig, params: Params) -
     return CacheConfig(num_pages=num_pages, **sizes)
 
 
-def _form(path: Path) -> str:
+def _format(path: Path) -> str:
     if models.is_saved(path):
         return "folder of jspec.save"
     return "Hugging Face folder" if path.is_dir() else "GGUF file"

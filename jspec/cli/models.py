@@ -1,4 +1,4 @@
-"""Resolution of `--model`."""
+"""Resolution and loading of `--model`."""
 
 import sys
 from pathlib import Path
@@ -15,9 +15,16 @@ from jspec.text.chat import choose_template
 HELP = "model folder, .gguf file, owner/name on the Hugging Face hub, or smollm2 (fetched)"
 
 
-def dtype_of(path: Path) -> str:
-    """Returns the dtype of a folder's weights; float32 for a GGUF file, whose are quantized."""
-    return checkpoint.stored_dtype(checkpoint.read(path)) if path.is_dir() else "float32"
+def dtype_of(path: Path, dtype: str | None) -> str:
+    """Returns the dtype to load a model in: `--dtype`, by default that of a folder's weights.
+
+    Saved folders keep their dtype; GGUF files are quantized. Both default to float32.
+    """
+    if dtype is not None:
+        check_dtype(dtype)
+        return dtype
+    is_folder = path.is_dir() and not is_saved(path)
+    return checkpoint.stored_dtype(checkpoint.read(path)) if is_folder else "float32"
 
 
 def check_dtype(dtype: str) -> None:
@@ -30,11 +37,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def find(option: str, name: str) -> Path:
-    """Returns where a model lies on disk; SmolLM2 and models of the hub are fetched.
-
-    Raises:
-      ValueError, FileNotFoundError: nothing is there.
-    """
+    """Returns the path of a model, as `find_on_disk`; SmolLM2 is fetched."""
     if name == "smollm2":
         return fetch_smollm2(progress=False)
     return find_on_disk(
@@ -46,12 +49,12 @@ def find(option: str, name: str) -> Path:
 
 
 def find_on_disk(option: str, name: str, wanted: str) -> Path:
-    """Returns where a model or drafter lies; one of the hub may be fetched.
+    """Returns the path of a model or drafter; one of the hub may be fetched.
 
     Args:
-      option: that names it.
+      option: of the command, for messages.
       name: path, or owner/name on the hub.
-      wanted: how an error ends.
+      wanted: last sentence of an error.
 
     Raises:
       ValueError, FileNotFoundError: nothing is there.
@@ -70,10 +73,7 @@ def is_saved(path: Path) -> bool:
 
 
 def open_model(name: str, dtype: str, *, option: str = "--model", quiet: bool = False) -> Model:
-    """Loads a model from disk, or SmolLM2 from where it is published.
-
-    A folder of `jspec.save` keeps the dtype that it was saved in.
-    """
+    """Loads a model from disk, or SmolLM2; a folder of `jspec.save` keeps its dtype."""
     check_dtype(dtype)
     if name == "smollm2":
         fetch_smollm2(progress=not quiet)

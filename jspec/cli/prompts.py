@@ -1,4 +1,4 @@
-"""Reading of prompts: texts, files, JSON lines."""
+"""Prompts of a command: reading from options, files and JSON lines; encoding."""
 
 import argparse
 import io
@@ -17,46 +17,32 @@ Prompt: TypeAlias = str | list[dict[str, str]]
 """A text, or the messages of a conversation."""
 
 _KEYS = ("role", "content")
-"""What a message has."""
+"""Keys of a message."""
 
 _UNSUPPORTED = ("tools", "documents", "chat_template_kwargs")
-"""What a line may have beside messages, for templates that take it."""
+"""Other keys of a line that transformers passes to chat templates."""
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 """Byte-order marks."""
 
 
-class Asked(NamedTuple):
+class CommandPrompt(NamedTuple):
     """A prompt of a command.
 
     Attributes:
       prompt: text or conversation.
-      place: where it stands, for errors: option, file, line.
+      place: option, or file and line, for messages.
     """
 
     prompt: Prompt
     place: str
 
 
-class Encoded(NamedTuple):
-    """Prompts that can be decoded.
-
-    Attributes:
-      asked: as they were written.
-      ids: their tokens.
-      num_skipped: prompts that were left out.
-    """
-
-    asked: list[Asked]
-    ids: list[list[int]]
-    num_skipped: int
-
-
 class BadPrompts:
-    """Takes the errors of prompts that cannot be decoded: raises the first, or counts them.
+    """Handles errors of prompts that cannot be decoded: raises the first, or counts them.
 
     Args:
-      skip: whether they are left out, each with a line on standard error.
+      skip: whether such prompts are skipped, each with a line on standard error.
     """
 
     def __init__(self, skip: bool = False):
@@ -83,8 +69,8 @@ def add_options(add: Callable[..., Any]) -> None:
     )
 
 
-def add_form_options(add: Callable[..., Any]) -> None:
-    """Adds the options of how prompts are read and become tokens to a command."""
+def add_encoding_options(add: Callable[..., Any]) -> None:
+    """Adds the options of reading and encoding prompts to a command."""
     add(
         "--prompt-format",
         choices=("text", "jsonl"),
@@ -110,8 +96,8 @@ def add_form_options(add: Callable[..., Any]) -> None:
     )
 
 
-def check_form(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for options of `add_form_options` that have no effect together."""
+def check_encoding_options(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options of `add_encoding_options` that have no effect together."""
     if arguments.raw and arguments.chat_template is not None:
         raise ValueError("--chat-template has no effect with --raw. Leave one of them out.")
     if arguments.no_special_tokens and not arguments.raw:
@@ -121,22 +107,22 @@ def check_form(arguments: argparse.Namespace) -> None:
         )
 
 
-def read(arguments: argparse.Namespace, bad: BadPrompts) -> list[Asked]:
+def read(arguments: argparse.Namespace, bad: BadPrompts) -> list[CommandPrompt]:
     """Collects the prompts of a command: those of `--prompt`, then those of the files.
 
     Args:
       arguments: the command's.
-      bad: what becomes of lines that are no prompt.
+      bad: handles malformed lines.
 
     Raises:
-      ValueError: there is no prompt, a line is none, or a file is no text. OSError: a file cannot
-        be read.
+      ValueError: there is no prompt, a line is malformed, or a file is no text. OSError: a file
+        cannot be read.
     """
     texts = arguments.prompt or ()
     asked = []
     for number, text in enumerate(texts, start=1):
         place = "--prompt" if len(texts) == 1 else f"--prompt {number}"
-        asked.append(Asked(_checked(text, place), place))
+        asked.append(CommandPrompt(_checked(text, place), place))
     for name in arguments.prompt_file or ():
         asked += read_file(name, bad, arguments.prompt_format)
     if not asked:
@@ -146,12 +132,12 @@ def read(arguments: argparse.Namespace, bad: BadPrompts) -> list[Asked]:
 
 def read_file(
     name: str, bad: BadPrompts, prompt_format: str | None = None, most: int | None = None
-) -> list[Asked]:
+) -> list[CommandPrompt]:
     """Reads a file or pipe of prompts, "-" being standard input.
 
     Args:
       name: of the file.
-      bad: what becomes of lines that are no prompt.
+      bad: handles malformed lines.
       prompt_format: "jsonl" has a prompt a line, "text" is a single one; None = by the name.
       most: most prompts to read; None = all.
 
@@ -163,7 +149,7 @@ def read_file(
         name.lower().endswith(".jsonl") if prompt_format is None else prompt_format == "jsonl"
     )
     if not is_jsonl:
-        return [Asked(_checked(text.removesuffix("\n"), title), title)]
+        return [CommandPrompt(_checked(text.removesuffix("\n"), title), title)]
     asked = list(itertools.islice(_lines(text, title, bad), most))
     if not asked:
         raise ValueError(f"{title} holds no prompt, wanted one a line. Add some.")
@@ -181,50 +167,52 @@ def _read_text(name: str) -> str:
         raise ValueError(
             f"{name} is UTF-16 text, wanted UTF-8. Save it as UTF-8 (iconv -f UTF-16 -t UTF-8)."
         )
-    try:  # without the mark that some editors begin UTF-8 files with; lines end in \n
+    try:  # without a byte-order mark; lines end in \n
         return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is no UTF-8 text ({error}). Save it as UTF-8.") from error
 
 
-def _lines(text: str, title: str, bad: BadPrompts) -> Iterator[Asked]:
+def _lines(text: str, title: str, bad: BadPrompts) -> Iterator[CommandPrompt]:
     for number, line in enumerate(text.split("\n"), start=1):
         place = f"{title}, line {number}"
         if line.strip():
             try:
-                yield Asked(_parse(line, place), place)
+                yield CommandPrompt(_parse(line, place), place)
             except ValueError as error:
                 bad.take(error)
 
 
 def encode(
     tokenizer: Tokenizer,
-    asked: Sequence[Asked],
+    asked: Sequence[CommandPrompt],
     bad: BadPrompts,
     *,
     model: ModelConfig,
     vocab_sizes: Iterable[int | None] = (),
     raw: bool,
     special_tokens: bool = True,
-) -> Encoded:
-    """Encodes prompts in the model's chat form, or as they stand, and checks their tokens.
+) -> tuple[list[CommandPrompt], list[list[int]]]:
+    """Encodes prompts with the model's chat template, or unchanged, and checks their tokens.
 
-    Texts for a model without a chat template are taken as they stand, and a line on standard error
-    says so.
+    Texts for a model without a chat template are encoded unchanged, with a line on standard error.
 
     Args:
       tokenizer: the model's.
       asked: of `read`.
-      bad: what becomes of prompts that cannot be decoded.
+      bad: handles prompts that cannot be decoded.
       model: the target's config.
       vocab_sizes: of the drafters, where they have one.
-      raw: whether prompts are taken as they stand.
-      special_tokens: whether texts that are taken as they stand get what the tokenizer adds to
+      raw: whether prompts are encoded unchanged.
+      special_tokens: whether unchanged texts get the special tokens that the tokenizer adds to
         every text, such as BOS.
 
+    Returns:
+      (asked, ids): the prompts that can be decoded, and their tokens.
+
     Raises:
-      ValueError: a conversation is to be taken as it stands, its template does not take it, or its
-        tokens do not fit the model; or no prompt is left.
+      ValueError: a conversation is to be encoded unchanged, the template refuses it, or the model
+        cannot take its tokens; or no prompt is left.
     """
     texts = [_only_text(each.prompt) for each in asked]
     if not raw and not tokenizer.chat_template and any(text is not None for text in texts):
@@ -246,10 +234,12 @@ def encode(
             ids.append(tokens)
     if not kept:
         raise ValueError(f"no prompt is left: {bad.num_skipped} were skipped. Correct them.")
-    return Encoded(kept, ids, bad.num_skipped)
+    return kept, ids
 
 
-def _encode(tokenizer: Tokenizer, asked: Asked, raw: bool, special_tokens: bool) -> list[int]:
+def _encode(
+    tokenizer: Tokenizer, asked: CommandPrompt, raw: bool, special_tokens: bool
+) -> list[int]:
     prompt, place = asked
     if raw and not isinstance(prompt, str):
         raise ValueError(
@@ -275,7 +265,7 @@ def _check_tokens(place: str, tokens: list[int], max_positions: int, vocab_size:
 
 
 def _only_text(prompt: Prompt) -> str | None:
-    """Returns what the user says, None for a conversation of several messages."""
+    """Returns the user's text; None for a conversation of several messages."""
     if isinstance(prompt, str):
         return prompt
     lone = len(prompt) == 1 and prompt[0]["role"] == "user"
@@ -303,7 +293,7 @@ def _parse(line: str, place: str) -> Prompt:
 
 
 def _checked(prompt: Prompt, place: str) -> Prompt:
-    """Returns a prompt, or raises ValueError for half a surrogate pair: no tokenizer takes it."""
+    """Returns a prompt; raises ValueError for half a surrogate pair, which tokenizers refuse."""
     parts = [prompt] if isinstance(prompt, str) else [m[k] for m in prompt for k in _KEYS]
     for text in parts:
         try:

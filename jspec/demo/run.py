@@ -1,8 +1,8 @@
-"""The demo: a published model decodes real text, with and without drafts."""
+"""`python -m jspec demo`: SmolLM2 decodes the suite with and without drafts."""
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -22,15 +22,8 @@ from jspec.text import Tokenizer
 
 NUM_DRAFTS = 7
 METHODS = ("ngram", "ngram_gpu")
-NUM_PROMPTS = {"copy": 4, "humaneval": 3, "chat": 2}  # of the suite; what two cores do in time
+NUM_PROMPTS = {"copy": 4, "humaneval": 3, "chat": 2}  # of the suite: about a minute on two cores
 CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float32")
-
-
-class Result(NamedTuple):
-    """One line of the table: a drafter's figures on one kind of prompt."""
-
-    kind: str
-    numbers: dict[str, Any]
 
 
 def run(*, max_tokens: int, output: Path) -> int:
@@ -38,7 +31,7 @@ def run(*, max_tokens: int, output: Path) -> int:
 
     Args:
       max_tokens: most tokens to add to each prompt.
-      output: where the picture goes.
+      output: path of the picture.
 
     Returns:
       Exit code: 0 if every drafter gave the tokens of plain decoding, else 1.
@@ -65,15 +58,16 @@ def run(*, max_tokens: int, output: Path) -> int:
         if not results:
             _show_one(console, model, tokenizer, prompts[0], ids[0], max_tokens)
         plain = benchmark.run(model, ids, max_tokens=max_tokens, cache=CACHE)
-        results.append(Result(kind, benchmark.summary("none", 0, plain, plain)))
+        results.append(benchmark.summary("none", 0, plain, plain) | {"kind": kind})
         for method in METHODS:
             report = _draft(model, ids, method, max_tokens)
-            results.append(Result(kind, benchmark.summary(method, NUM_DRAFTS, report, plain)))
+            row = benchmark.summary(method, NUM_DRAFTS, report, plain)
+            results.append(row | {"kind": kind})
             console.print(f"{kind}: {len(ids)} prompts with {method} done", style="dim")
 
     console.print(_table(results))
     _picture(results, output)
-    same = all(result.numbers["identical_to_plain"] for result in results)
+    same = all(row["identical_to_plain"] for row in results)
     console.print(f"{time.perf_counter() - begin:.0f} s in all; picture: {output}")
     console.print(f"identical to plain decoding: {'yes' if same else 'no'}")
     return 0 if same else 1
@@ -94,7 +88,7 @@ def _show_one(
     ids: list[int],
     max_tokens: int,
 ) -> None:
-    """Streams one continuation; accepted drafts stand out."""
+    """Streams one continuation, with accepted drafts underlined."""
     stream = tokenizer.stream()
 
     def show(index: int, tokens: list[int], num_accepted: int) -> None:
@@ -112,7 +106,7 @@ def _marked(accepted: str, rest: str) -> Text:
     return Text.assemble((accepted, "bold green underline"), rest)
 
 
-def _table(results: list[Result]) -> Table:
+def _table(results: list[dict[str, Any]]) -> Table:
     table = Table(
         title=f"greedy decoding, at most {NUM_DRAFTS} drafts, n-grams of 4 down to 2",
         caption="drafts that were not expected to pay are not verified\n"
@@ -128,10 +122,10 @@ def _table(results: list[Result]) -> Table:
     ):
         table.add_column(name, justify="right")
     table.add_column("identical", justify="right")
-    for kind, row in results:
+    for row in results:
         drafted = row["method"] != "none"
         table.add_row(
-            kind,
+            row["kind"],
             row["method"],
             f"{row['tokens_per_second']:.1f}",
             f"{row['speedup'] or 1:.2f}",
@@ -144,16 +138,14 @@ def _table(results: list[Result]) -> Table:
     return table
 
 
-def _picture(results: list[Result], output: Path) -> None:
+def _picture(results: list[dict[str, Any]], output: Path) -> None:
     """Draws acceptance by position and tokens a second."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    kinds = list(dict.fromkeys(result.kind for result in results))
-    ngram = {r.kind: r.numbers for r in results if r.numbers["method"] == "ngram"}
+    kinds = list(dict.fromkeys(row["kind"] for row in results))
+    ngram = {row["kind"]: row for row in results if row["method"] == "ngram"}
     plot_acceptance(left, {kind: ngram[kind]["acceptance_per_position"] for kind in kinds})
     left.set(ylim=(0, 1.2), title="Drafts of ngram")
     left.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
@@ -161,14 +153,14 @@ def _picture(results: list[Result], output: Path) -> None:
     methods = ("none", *METHODS)
     width = 0.84 / len(methods)
     for i, method in enumerate(methods):
-        speeds = [r.numbers["tokens_per_second"] for r in results if r.numbers["method"] == method]
+        speeds = [row["tokens_per_second"] for row in results if row["method"] == method]
         middle = width * (i - (len(methods) - 1) / 2)
         bars = right.bar(
             [x + middle for x in range(len(kinds))],
             speeds,
             0.93 * width,
             label=method,
-            color=f"C{len(kinds) + i}" if i else "silver",  # no colour of the left half again
+            color=f"C{len(kinds) + i}" if i else "silver",  # other colours than in the left half
         )
         right.bar_label(bars, fmt="%.0f")
     right.set_xticks(range(len(kinds)), kinds)

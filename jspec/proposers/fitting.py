@@ -2,19 +2,17 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jspec.checkpoint.assemble import Keys, leaves_of
 from jspec.config import CacheConfig
 from jspec.proposers import of
 from jspec.state import Memory, Params, State
-
-Keys: TypeAlias = tuple[str, ...]
-"""Where an array lies in nested dicts."""
 
 _TARGET_IDS = "target_ids"
 """Param with the target's token of each draft id, in every method that has a draft vocabulary."""
@@ -26,12 +24,6 @@ _LOAD = "Take config and params from one call of jspec.load."
 def shapes_of(config: Any) -> Mapping[Keys, jax.ShapeDtypeStruct]:
     """Returns shapes and float32 or int32 types of a config's params; empty without weights."""
     return leaves_of(_abstract_params(config))
-
-
-def leaves_of(params: Params) -> dict[Keys, Any]:
-    """Lays nested dicts out flat."""
-    leaves = jax.tree.leaves_with_path(params)
-    return {tuple(entry.key for entry in path): leaf for path, leaf in leaves}
 
 
 def misfits(wanted: Mapping[Keys, Any], found: Mapping[Keys, Any]) -> str:

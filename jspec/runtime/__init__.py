@@ -1,1 +1,1 @@
-"""The decode loop: scheduling, the target's pass, policies of draft length, measurements."""
+"""The decode loop: scheduling, the target's pass, draft length policies, benchmarks, replay."""

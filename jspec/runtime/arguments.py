@@ -1,4 +1,4 @@
-"""Checks of what users pass to the decode loop: each error names the argument, in one line."""
+"""Checks of the decode loop's arguments; each error names the argument, in one line."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ def check_call(
     """Checks the arguments of `generate` that are neither sizes nor the drafter's.
 
     Returns:
-      (prompts, stop_ids): the prompts as a list, whose tokens are not looked at here; the ids that
-      end a request.
+      (prompts, stop_ids): the prompts as a list, whose tokens are checked by `scheduling.limits`;
+      the ids that end a request.
 
     Raises:
       TypeError: an argument is of another type. ValueError: a stop id is outside the vocabulary.

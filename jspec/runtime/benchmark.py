@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,23 +18,6 @@ from jspec.runtime.target import TargetOutput
 from jspec.state import Drafts, Params, Scheduled, Verified
 
 
-class StepTimes(NamedTuple):
-    """Mean times of a step that reads no prompt; None without such a step.
-
-    Attributes:
-      draft_ms: drafting, from the call until the drafts are there.
-      verify_ms: the pass of the target, verification included.
-    """
-
-    draft_ms: float | None
-    verify_ms: float | None
-
-
-def identical(report: Report, plain: Report) -> bool:
-    """Tells whether two runs continued every prompt with the same tokens."""
-    return report.generations == plain.generations
-
-
 def summary(method: str, num_drafts: int, report: Report, plain: Report | None = None) -> dict:
     """Lists the figures of a run, ready for JSON.
 
@@ -45,9 +28,9 @@ def summary(method: str, num_drafts: int, report: Report, plain: Report | None =
       plain: plain decoding of the same prompts, where it was run.
 
     Returns:
-      Counts, rates and speeds. `mean_acceptance_length` is of passes with drafts alone, and 1.0
-      without one, as each pass gives the target's own token; `tokens_per_step` is of all passes. A
-      rate without a draft is 0.0; what was not measured is None.
+      Counts, rates and throughput. `mean_acceptance_length` is of passes with drafts, 1.0 without
+      one, as each pass gives the target's own token; `tokens_per_step` is of all passes. Rates
+      without a draft are 0.0; figures that were not measured are None.
     """
     stats = report.stats
     result: dict[str, Any] = {
@@ -71,7 +54,7 @@ def summary(method: str, num_drafts: int, report: Report, plain: Report | None =
         result["plain_tokens_per_second"] = plain.tokens_per_second
         if plain.tokens_per_second:  # 0.0 where every prompt ended with its first token
             result["speedup"] = report.tokens_per_second / plain.tokens_per_second
-        result["identical_to_plain"] = identical(report, plain)
+        result["identical_to_plain"] = report.generations == plain.generations
     return result
 
 
@@ -87,7 +70,7 @@ def run(
     on_tokens: OnTokens | None = None,
     **options: Any,
 ) -> Report:
-    """Decodes prompts with everything compiled before the clock starts.
+    """Decodes prompts, after a warm-up that is not timed.
 
     Args:
       model: the target.
@@ -95,10 +78,10 @@ def run(
       config: the drafter's; None for plain decoding.
       params: the drafter's weights.
       max_tokens: most tokens to add to each prompt.
-      cache: sizes; runs that are compared take the same.
+      cache: sizes; the same in runs that are compared.
       max_requests: prompts decoded at the same time.
       on_tokens: see `jspec.generate`.
-      **options: how tokens are chosen; with a drafter, how drafts are made and verified, too: see
+      **options: of sampling and, with a drafter, of drafting and verification: see
         `jspec.generate`.
     """
     sizes = {"max_tokens": max_tokens, "cache": cache}
@@ -115,12 +98,12 @@ def run(
 
 
 def _of_first(option: Any) -> Any:
-    """Returns the first prompt's value of an option; sampling compiles for its shape."""
+    """Returns an option for the first prompt alone."""
     return option if option is None or np.ndim(option) == 0 else option[:1]
 
 
 _NEVER = NgramConfig(num_drafts=1), BatchSizeSchedule([(1, 1, 0)])
-"""Plain decoding of a batch: a drafter whose number of drafts is always 0."""
+"""Plain decoding of a batch: a drafter and a policy that always chooses 0 drafts."""
 
 
 def step_times(
@@ -129,10 +112,14 @@ def step_times(
     config: Any = None,
     params: Params = None,
     **options: Any,
-) -> StepTimes:
-    """Times drafting and verification apart, in a run of their own that waits after each.
+) -> dict[str, float | None]:
+    """Times drafting and verification separately, in a run that waits for the device after each.
 
     Args, options: as `run`.
+
+    Returns:
+      Mean latencies of steps that read no prompt, None without such a step: `draft_ms`, and
+      `verify_ms` of the target's pass with verification.
     """
     if config is None:
         config, options["drafting"] = _NEVER
@@ -140,13 +127,13 @@ def step_times(
     engine.warmup()
     engine.run()
     if not engine.steps:  # every prompt ended with its first token
-        return StepTimes(None, None)
+        return {"draft_ms": None, "verify_ms": None}
     draft, verify = (statistics.fmean(seconds) for seconds in zip(*engine.steps, strict=True))
-    return StepTimes(1e3 * draft, 1e3 * verify)
+    return {"draft_ms": 1e3 * draft, "verify_ms": 1e3 * verify}
 
 
 class _Timed(Engine):
-    """A loop that waits after each half of a step, and lists their seconds."""
+    """An engine that waits for the device after verification and after drafting, and times both."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -1,6 +1,5 @@
-"""The reference loop: prompts in, continuations out.
+"""The decode loop as functions; with `jspec.runtime.engine` the reference for arXiv 2211.17192.
 
-Short enough to check against the paper (arXiv 2211.17192), together with `jspec.runtime.engine`.
 `generate_plain` is the oracle: no drafts, no batch, one token at a time.
 """
 
@@ -19,7 +18,7 @@ from jspec.runtime import scheduling
 from jspec.runtime.arguments import check_call, check_on_tokens
 from jspec.runtime.engine import Engine, Report
 from jspec.runtime.policies import Drafting
-from jspec.runtime.scheduling import Generation, OnTokens, Rows
+from jspec.runtime.scheduling import Generation, OnTokens, RequestRows
 from jspec.runtime.target import Verification, target_step
 from jspec.state import Params
 from jspec.verification.sampling_params import sampling_params
@@ -54,38 +53,36 @@ def generate(
 
     Args:
       model: the target, from `jspec.load`.
-      prompts: token ids; of any lengths, any number of them.
+      prompts: token ids, of any lengths.
       config: the drafter's, for example `NgramConfig(num_drafts=5)`.
       params: the drafter's weights.
       max_tokens: most tokens to add to each prompt.
-      max_requests: prompts decoded at the same time; the others wait.
-      cache: KV pages; by default just enough for this call.
+      max_requests: most prompts decoded at the same time.
+      cache: KV pages; by default enough for this call.
       chunk_size: most rows of a pass; longer prompts are read in chunks.
       stop_ids: ids that end a request; by default the model's.
-      on_tokens: called after each step for each request that got tokens.
-      drafting: how much a step drafts and verifies; None = `Adaptive()`: what is expected to give
-        the most tokens a second. "fixed" = `num_drafts` tokens in every step.
+      on_tokens: called after each step for each request with new tokens.
+      drafting: how much a step drafts and verifies; None = `Adaptive()`: the highest expected
+        throughput. "fixed" = `num_drafts` tokens in every step.
       temperature: of all prompts, or one for each; None and 0 are greedy (below 1.2e-38, too).
-      seed: as `temperature`; by default 0. Prompts that are alike and share a seed get the same
-        tokens.
-      top_k: most tokens to draw from; 0 and -1 = all. As `temperature`, as those below.
-      top_p: chance that the tokens to draw from have together; 1 = all.
-      min_p: least chance of a token, as a part of the best one's; 0 = all.
-      verification: "match" keeps drafts that the target draws itself; "rejection" and "block" keep
-        more of the drafts of drafters with draft_sampling="probabilistic".
+      seed: as `temperature`; by default 0. Equal prompts with the same seed get the same tokens.
+      top_k: most tokens to sample from; 0 and -1 = all. As `temperature`, as those below.
+      top_p: least total probability of the tokens to sample from; 1 = all.
+      min_p: least probability of a token, as a fraction of the highest one; 0 = all.
+      verification: "match" keeps drafts that equal the target's own sample; "rejection" and "block"
+        keep more of the drafts of drafters with draft_sampling="probabilistic".
 
     Returns:
       The continuations with counts and times.
 
     Raises:
       TypeError: an argument is of another type.
-      ValueError: a prompt is empty, leaves no room for a token in `max_model_len` or holds an id
-        outside the vocabulary, as a stop id may; a size is below 1; `num_drafts` reaches
-        `max_model_len`; the cache cannot hold the longest request, or is for longer ones than the
-        model; `drafting` or `verification` does not fit the drafter; a number of the sampling is
-        out of range. Raised before anything compiles.
+      ValueError: a prompt is empty or leaves no room for a token in `max_model_len`; a token or a
+        stop id is outside the vocabulary; a size is below 1; `num_drafts` reaches `max_model_len`;
+        the cache cannot hold the longest request, or allows more positions than the model has;
+        the drafter does not support `drafting` or `verification`; a sampling parameter is out of
+        range. Raised before anything compiles.
     """
-    check_on_tokens(on_tokens)
     engine = Engine(
         model,
         prompts,
@@ -98,13 +95,11 @@ def generate(
         stop_ids=stop_ids,
         drafting=drafting,
         verification=verification,
-        **{
-            "temperature": temperature,
-            "seed": seed,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-        },
+        temperature=temperature,
+        seed=seed,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
     )
     return engine.run(on_tokens)
 
@@ -124,7 +119,7 @@ def generate_plain(
     top_p: float | Sequence[float] | None = None,
     min_p: float | Sequence[float] | None = None,
 ) -> Report:
-    """Continues prompts one by one and token by token: the oracle of `generate`.
+    """Continues prompts one after the other and token by token: the oracle of `generate`.
 
     Args, Returns, Raises: as `generate`.
     """
@@ -145,7 +140,7 @@ def generate_plain(
             begin = time.perf_counter()
             chunk = tokens[computed : computed + (1 if computed == len(tokens) - 1 else chunk_size)]
             scheduled = scheduling.pack(
-                [Rows(0, chunk, computed, 0, pages)],
+                [RequestRows(0, chunk, computed, 0, pages)],
                 num_rows=1 if len(chunk) == 1 else chunk_size,
                 num_requests=1,
                 pages_per_request=limits.pages_per_request,

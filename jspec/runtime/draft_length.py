@@ -1,4 +1,4 @@
-"""What users choose about the number of drafts; `jspec.runtime.policies` carries it out."""
+"""Options of draft length; `jspec.runtime.policies` implements them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class BatchSizeSchedule:
         Sizes between two ranges and after the last keep the number before them.
 
     Raises:
-      ValueError: the ranges are no such list.
+      ValueError: the ranges have another form or order.
 
     Example:
       >>> BatchSizeSchedule([(1, 2, 3), (4, 5, 0)]).table(max_requests=6, num_drafts=5)
@@ -57,14 +57,14 @@ class BatchSizeSchedule:
 
 @dataclass(frozen=True)
 class Costs:
-    """What passes take, in any unit.
+    """Latencies, in any unit.
 
     Attributes:
-      passes: by number of rows: the target's pass, and the drafter's where it drafts nothing.
-      drafts: by number of drafts: what the drafter takes on top of that.
+      passes: by number of rows: of the target and of a drafter that makes no drafts.
+      drafts: by number of drafts: what drafting adds.
 
     Raises:
-      ValueError: a pass takes no time, or a draft a negative one.
+      ValueError: a pass is not above 0, or a draft is negative.
     """
 
     passes: Mapping[int, float]
@@ -82,15 +82,15 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive:
-    """Drafts and verifies what gives the most tokens a second.
+    """Drafts and verifies the number of tokens of the highest expected throughput.
 
     Attributes:
       levels: numbers of drafts to choose from, ascending; by default none, a third and all. Each
-        is another executable. A tree is drafted in whole; its levels are 0 and all nodes.
-      costs: what passes take; None = the loop measures it, before it starts and on the way.
+        is an executable of its own. A tree is drafted as a whole: its levels are 0 and all nodes.
+      costs: latencies; None = measured by the loop, before the first step and in every step.
       memory: about how many outcomes of each draft position the estimate remembers.
-      probe_share: share of the time for drafts that are not expected to pay, so that the loop
-        notices when they would.
+      probe_share: share of the time for drafts whose expected gain is negative, so that a change
+        in acceptance is noticed.
 
     Raises:
       ValueError: a value is out of range.

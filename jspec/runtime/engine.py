@@ -1,6 +1,6 @@
-"""The loop: target -> verify -> step, over a batch that requests enter and leave.
+"""The decode loop: schedule, run the target, verify, draft, with continuous batching.
 
-Schedules on the host, runs two executables a step (`target_step`, `jspec.step`) and reads their
+Scheduling is on the host. A step runs two executables (`target_step`, `jspec.step`) and reads their
 tokens once.
 """
 
@@ -30,7 +30,7 @@ from jspec.state import Drafts, Params, Scheduled, State, Verified
 from jspec.verification.sampling_params import sampling_params
 
 _MEASUREMENTS = 5
-"""Of each shape, before the first step of a loop whose policy needs the latencies."""
+"""Timed passes of each shape during warm-up, where the policy needs latencies."""
 
 
 @dataclass
@@ -39,12 +39,12 @@ class Report:
 
     Attributes:
       generations: one per prompt, in their order.
-      stats: drafts, drafted and accepted tokens, accepted by position; nothing after the token that
-        ended a request.
+      stats: steps with drafts, drafted and accepted tokens, accepted by position; tokens after the
+        end of a request are not counted.
       num_steps: passes of the target.
       seconds: wall clock from the first pass to the last token.
-      prompt_seconds: part of `seconds` in passes that read a chunk of some prompt.
-      prompt_tokens: first tokens that those passes gave, at most one of each prompt.
+      prompt_seconds: part of `seconds` in passes that read a chunk of a prompt.
+      prompt_tokens: first tokens of prompts, from those passes.
       draft_seconds: part of `seconds` in drafting calls (for device drafters: their dispatch).
     """
 
@@ -63,25 +63,25 @@ class Report:
 
     @property
     def tokens_per_step(self) -> float:
-        """Divides the tokens of all requests by all passes of the target; 0.0 without a pass.
+        """Tokens of all requests per pass of the target; 0.0 without a pass.
 
-        Unlike `stats.mean_acceptance_length` this has the passes without drafts, too.
+        Passes without drafts count, unlike in `stats.mean_acceptance_length`.
         """
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Divides the tokens after the first of each prompt by the time beside `prompt_seconds`.
+        """Tokens after the first of each prompt, per second outside of `prompt_seconds`.
 
-        Requests that decode beside a prompt are taken along: so runs of the same prompts compare
-        as the times that they take for the same tokens.
+        Tokens that other requests get in passes that read a prompt count, too, so that runs of the
+        same prompts compare by the time for the same tokens.
         """
         seconds = self.seconds - self.prompt_seconds
         return (self.num_tokens - self.prompt_tokens) / max(seconds, 1e-9)
 
 
 class Engine:
-    """Decodes a list of prompts: admits what fits, steps, releases what ends.
+    """Decodes a list of prompts: admits requests while there is room, steps, releases them.
 
     Args, Raises: as `generate`.
     """
@@ -93,14 +93,14 @@ class Engine:
         config: Any,
         params: Params = None,
         *,
+        drafting: Drafting | None = None,
+        verification: Verification = "match",
         max_tokens: int,
         max_requests: int = 8,
         cache: CacheConfig | None = None,
         chunk_size: int = 64,
         stop_ids: Sequence[int] | None = None,
-        drafting: Drafting | None = None,
-        verification: Verification = "match",
-        **numbers: Any,
+        **sampling: Any,
     ):
         proposer = proposers.of(config)
         self.on_host = proposer.kind == "host"
@@ -109,7 +109,7 @@ class Engine:
         tree = proposer.tree(config)
         self.tree_depth = None if tree is None else tree.depth
         prompts, stops = check_call(model, prompts, cache, stop_ids)
-        self.sampling = sampling_params("generate", len(prompts), **numbers)
+        self.sampling = sampling_params("generate", len(prompts), **sampling)
         self.verification: Verification = verification
         _check_verification(verification, proposer.name, self.tree_depth)
         if reads.sampling and self.sampling is None:
@@ -138,18 +138,18 @@ class Engine:
         )
         with jax.default_device(self.device):
             self.state: State = api.init(config, params, cache=limits, max_requests=max_requests)
-            # Committed, as what the steps return: warmed steps then never compile again.
+            # Committed like the results of steps, so that warmed steps never compile again.
             self.cache = jax.device_put(llama.init_pages(model.config, limits), self.device)
             self.draft_probs = None
             if reads.sampling and verification != "match":
                 shape = (max_requests, config.num_drafts, model.config.vocab_size)
                 slot = jnp.full(max_requests, PAD_SLOT, jnp.int32)
-                nothing = DraftProbs(jnp.zeros(shape, jnp.float32), slot)
-                self.draft_probs = jax.device_put(nothing, self.device)
+                empty = DraftProbs(jnp.zeros(shape, jnp.float32), slot)
+                self.draft_probs = jax.device_put(empty, self.device)
         self.report = Report(self.scheduler.generations, self.scheduler.stats)
 
     def warmup(self) -> None:
-        """Compiles every shape that the loop runs, with no request in it; measures them if asked.
+        """Compiles all shapes of the loop with steps of padding; measures latencies if needed.
 
         The target has an executable for each number of rows, a drafter on the device one for each
         number of rows and of drafts: 4 and 4 * 3 with `Adaptive()`, 3 and 3 * 1 with "fixed".
@@ -159,16 +159,16 @@ class Engine:
             for level in scheduler.policy.levels[:1] if self.on_host else scheduler.policy.levels:
                 scheduler.num_drafts = level
                 self._run(scheduler.pack([], num_rows), width)
-        if not self.on_host:  # a request that starts overwrites all that is left of this one
+        if not self.on_host:  # compiles both; the next request of the slot overwrites its memory
             self.state = api.release(api.admit(self.state, 0, [0]), 0)
         if not scheduler.policy.has_costs:
             self._measure()
         self.report.draft_seconds = 0.0
 
     def _measure(self) -> None:
-        """Times passes over empty batches, the shapes in turns: noise is spread over all.
+        """Times steps of padding, alternating the shapes so that noise spreads over all of them.
 
-        Other work on the machine only adds to a time, so the least of each shape counts.
+        The minimum of each shape counts, as other work on the machine only adds latency.
         """
         scheduler = self.scheduler
         levels, shapes = scheduler.policy.levels, scheduler.shapes[:-1]
@@ -181,7 +181,7 @@ class Engine:
                 passes[num_rows].append(time.perf_counter() - begin)
             for level in levels:
                 scheduler.num_drafts = level
-                # A host drafter takes the same time for fewer drafts: it cuts what it found.
+                # A host drafter has the same latency for fewer drafts: it truncates.
                 drafts[level].append(0.0 if self.on_host else self._time_drafter())
         least = {level: min(seconds) for level, seconds in drafts.items()}
         extra = {level: max(0.0, seconds - least[levels[0]]) for level, seconds in least.items()}
@@ -217,7 +217,7 @@ class Engine:
         if not self.scheduler.running:
             return False
         rows, (num_rows, width) = self.scheduler.schedule()
-        has_prompt = any(len(row.token_ids) - row.num_drafts > 1 for row in rows)
+        has_prompt = any(row.reads_prompt for row in rows)
         verified, drafts = self._run(self.scheduler.pack(rows, num_rows), width)
         if not has_prompt:
             seconds = time.perf_counter() - begin
@@ -228,9 +228,8 @@ class Engine:
         self.report.num_steps += 1
         if has_prompt:
             self.report.prompt_seconds += time.perf_counter() - begin
-            self.report.prompt_tokens += sum(
-                len(row.token_ids) - row.num_drafts > 1 and row.backup == PAD_TOKEN for row in rows
-            )
+            ended_prompts = [row.reads_prompt and row.backup == PAD_TOKEN for row in rows]
+            self.report.prompt_tokens += sum(ended_prompts)
         return True
 
     def _run(self, scheduled: Scheduled, width: int) -> tuple[Verified, Drafts]:

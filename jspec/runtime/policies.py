@@ -1,15 +1,15 @@
 """Draft length policies: all drafts, by batch size, or the highest expected throughput.
 
-`Adaptive` estimates the acceptance of each draft from the outcomes of earlier ones, verified or
-not, and the latency of each shape from measured passes. All of it runs on the host, between steps.
+`ByThroughput` estimates the acceptance of each draft from the outcomes of earlier ones, verified or
+not, and the latency of each shape from measured passes. Policies run on the host, between steps.
 """
 
 import bisect
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from jspec.runtime.cost_model import Acceptance, Calibration, Guess, LatencyModel
+from jspec.runtime.cost_model import Acceptance, Calibration, LatencyModel, PendingDraft
 from jspec.runtime.draft_length import Adaptive, BatchSizeSchedule, Costs, Drafting
 
 __all__ = [
@@ -23,61 +23,60 @@ __all__ = [
     "policy",
 ]
 
-_FIRST_CHANCE = 0.3
-"""Acceptance rate of a drafter about which nothing is known yet."""
+_PRIOR_RATE = 0.3
+"""Acceptance rate that a drafter is assumed to have before the first outcome."""
 _MARGIN = 0.05
 """Least expected gain for which drafts are verified: less is within the error of estimates."""
 _POOL_MEMORY = 40.0
 """Outcomes that the estimate for new requests remembers."""
 
 
-class Policy(Protocol):
-    """What the scheduler asks how much to draft and to verify.
+class Policy:
+    """Chooses how many tokens are drafted and verified; verifies every draft unless overridden.
 
     Attributes:
       levels: every number of drafts that a step may make, ascending.
-      has_costs: False until it has the latencies of passes that it chooses by.
     """
 
     levels: tuple[int, ...]
 
     @property
     def has_costs(self) -> bool:
-        """See above."""
-        ...
+        """False until `take_costs` was called, where the policy depends on latencies."""
+        return True
 
     def take_costs(self, passes: Mapping[int, float], drafts: Mapping[int, float]) -> None:
-        """Takes over what was measured; see `LatencyModel`."""
+        """Sets the latencies to start from; see `LatencyModel`."""
 
     def start(self, slot: int) -> None:
-        """Forgets the request that held a slot before."""
+        """Resets the estimates of a slot for a new request."""
 
     def verify(self, offers: Mapping[int, int]) -> Mapping[int, int]:
-        """Chooses how many of its drafts each request has verified in a step without prompts.
+        """Chooses how many drafts of each request are verified in a step that reads no prompt.
 
         Args:
-          offers: by slot: drafts that there are.
+          offers: by slot: available drafts.
         """
-        ...
+        return offers
 
     def draft(self, slots: Collection[int]) -> int:
-        """Chooses how many tokens the drafter drafts for the next step."""
-        ...
+        """Chooses how many tokens are drafted for the next step."""
+        raise NotImplementedError
 
     def observe(
         self, slot: int, kept: Sequence[int], drafts: Sequence[int], parents: Sequence[int] | None
     ) -> None:
-        """Takes the result of a step for a request.
+        """Updates the estimates with the result of a step for a request.
 
         Args:
           slot: the request's.
-          kept: the tokens that it got; none after a stop token.
+          kept: its new tokens; none after a stop token.
           drafts: drafts of the tokens after them.
-          parents: where these form a tree: which of them each one follows.
+          parents: where these form a tree: index of each draft's parent.
         """
 
     def clock(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Takes over how long a step without prompts took."""
+        """Updates the estimates with the latency of a step that read no prompt."""
 
 
 def policy(
@@ -87,16 +86,16 @@ def policy(
     max_requests: int,
     tree_depth: int | None = None,
 ) -> Policy:
-    """Makes the policy that users ask for; None is `Adaptive()`.
+    """Makes the policy for `jspec.generate(drafting=...)`; None is `Adaptive()`.
 
     Args:
-      drafting: what the user passed.
+      drafting: see `Drafting`.
       num_drafts: most drafts of a request (K).
       max_requests: requests that run at the same time.
       tree_depth: where drafts form trees: most of them that can be kept.
 
     Raises:
-      TypeError: `drafting` is none of these. ValueError: it does not fit the drafter.
+      TypeError: `drafting` is of another type. ValueError: the drafter does not support it.
     """
     if drafting is None:
         drafting = Adaptive()
@@ -115,53 +114,33 @@ def policy(
     )
 
 
-class ByBatchSize:
+class ByBatchSize(Policy):
     """Drafts by the number of running requests, and verifies every draft.
 
     Args:
       table: drafts for 1, 2, ... requests.
     """
 
-    has_costs = True
-
     def __init__(self, table: Sequence[int]):
         self.table = table
         self.levels = tuple(sorted(set(table)))
-
-    def take_costs(self, passes: Mapping[int, float], drafts: Mapping[int, float]) -> None:
-        """See `Policy`."""
-
-    def start(self, slot: int) -> None:
-        """See `Policy`."""
-
-    def verify(self, offers: Mapping[int, int]) -> Mapping[int, int]:
-        """See `Policy`."""
-        return offers
 
     def draft(self, slots: Collection[int]) -> int:
         """See `Policy`."""
         return self.table[len(slots) - 1]
 
-    def observe(
-        self, slot: int, kept: Sequence[int], drafts: Sequence[int], parents: Sequence[int] | None
-    ) -> None:
-        """See `Policy`."""
 
-    def clock(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """See `Policy`."""
-
-
-class ByThroughput:
-    """Chooses what has the best ratio of expected tokens to expected time.
+class ByThroughput(Policy):
+    """Maximises the ratio of expected tokens to expected latency.
 
     Args:
-      drafting: the user's choices.
+      drafting: the options.
       num_drafts, max_requests, tree_depth: as `policy`.
 
     Attributes:
       levels: see `Policy`.
-      sizes: rows that a step without prompts may have, ascending; the first has no draft.
-      costs: what passes take; None until they are measured.
+      sizes: numbers of rows of steps that read no prompt, ascending; the first is without drafts.
+      costs: latencies; None until they are measured.
     """
 
     def __init__(
@@ -198,9 +177,9 @@ class ByThroughput:
                     f"{sorted(drafting.costs.drafts)} drafts, wanted {self.sizes} and "
                     f"{list(self.levels)}. Add what is missing, or leave costs out to measure."
                 )
-        self._pool = Acceptance([_FIRST_CHANCE] * (tree_depth or num_drafts), _POOL_MEMORY)
+        self._pool = Acceptance([_PRIOR_RATE] * (tree_depth or num_drafts), _POOL_MEMORY)
         self._requests: dict[int, Acceptance] = {}
-        self._guesses: dict[int, list[Guess]] = {}
+        self._pending: dict[int, list[PendingDraft]] = {}
         self._calibration = Calibration()
         self._expected: dict[int, float] = {}
         self._allowance = 0.0
@@ -214,37 +193,37 @@ class ByThroughput:
         return self.costs is not None
 
     def take_costs(self, passes: Mapping[int, float], drafts: Mapping[int, float]) -> None:
-        """Starts with costs, those that the loop measured or the user's."""
+        """See `Policy`."""
         self.costs = LatencyModel(passes, drafts)
-        if self.probe_share:  # the first step makes all drafts
+        if self.probe_share:  # so that the first step makes all drafts
             self._allowance = self.costs.draft(self.levels[-1]) - self.costs.draft(self.levels[0])
 
     def start(self, slot: int) -> None:
-        """Starts from what is known about other requests."""
-        self._requests[slot] = Acceptance(self._pool.chances, self.memory)
-        self._guesses[slot] = []
+        """Starts from the estimate over all requests."""
+        self._requests[slot] = Acceptance(self._pool.rates, self.memory)
+        self._pending[slot] = []
 
     def verify(self, offers: Mapping[int, int]) -> Mapping[int, int]:
-        """Verifies the most likely drafts, as many as give the best expected throughput."""
+        """Verifies the most probable drafts, as many as maximise the expected throughput."""
         chosen = dict.fromkeys(offers, 0)
         self._expected = dict.fromkeys(offers, 0.0)
-        units = self._units(offers)
-        if not units:
+        candidates = self._candidates(offers)
+        if not candidates:
             return chosen
-        _, count = self._best(len(offers), units, self._costs.draft(self._drafted))
-        for unit in units[:count]:
-            chosen[unit.slot] += unit.num_rows
-            self._expected[unit.slot] += unit.tokens
+        _, count = self._best(len(offers), candidates, self._costs.draft(self._drafted))
+        for candidate in candidates[:count]:
+            chosen[candidate.slot] += candidate.num_rows
+            self._expected[candidate.slot] += candidate.tokens
         return chosen
 
     def draft(self, slots: Collection[int]) -> int:
-        """Chooses the level with the best expected rate; the largest one, where a probe is due."""
+        """Chooses the level of the highest expected throughput, or the last one for a probe."""
         most = self.levels[-1]
-        dearest = self._costs.draft(most) - self._costs.draft(self.levels[0])
-        best = self._best_level(slots) if dearest > 0 else most
+        most_extra = self._costs.draft(most) - self._costs.draft(self.levels[0])
+        best = self._best_level(slots) if most_extra > 0 else most
         extra = self._costs.draft(most) - self._costs.draft(best)
-        earned = self.probe_share * self._costs.run(self.sizes[0])
-        self._allowance = min(self._allowance + earned, dearest)  # saves up for one probe
+        increment = self.probe_share * self._costs.run(self.sizes[0])
+        self._allowance = min(self._allowance + increment, most_extra)  # at most one probe
         if extra <= self._allowance:
             self._allowance -= extra
             best = most
@@ -254,73 +233,70 @@ class ByThroughput:
     def observe(
         self, slot: int, kept: Sequence[int], drafts: Sequence[int], parents: Sequence[int] | None
     ) -> None:
-        """Compares earlier drafts with the new tokens and counts which were right.
-
-        Like every counter, this sees only tokens that the request got.
-        """
+        """Compares earlier drafts with the new tokens, verified or not; see `Policy`."""
         expected = self._expected.pop(slot, 0.0)
         if expected and kept:
             self._calibration.add(expected, len(kept) - 1)
         for token in kept:
-            alive = []
-            for guess in self._guesses[slot]:
-                depth, is_right = guess.depth, guess.follow(token)
-                if is_right is not None:
-                    self._requests[slot].add(depth, is_right)
-                    self._pool.add(depth, is_right)
-                if is_right:
-                    alive.append(guess)
-            self._guesses[slot] = alive
+            matching = []
+            for pending in self._pending[slot]:
+                depth, is_match = pending.depth, pending.follow(token)
+                if is_match is not None:
+                    self._requests[slot].add(depth, is_match)
+                    self._pool.add(depth, is_match)
+                if is_match:
+                    matching.append(pending)
+            self._pending[slot] = matching
         if drafts:
-            self._guesses[slot].append(Guess(drafts, parents))
+            self._pending[slot].append(PendingDraft(drafts, parents))
 
     def clock(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Keeps the measured costs current."""
+        """Updates latencies that were measured; those of the user stay."""
         if self.is_measured:
             self._costs.observe(num_rows, num_drafts, seconds)
 
     @property
-    def _costs(self) -> "LatencyModel":
-        assert self.costs is not None, "measure first"
+    def _costs(self) -> LatencyModel:
+        assert self.costs is not None, "call take_costs first"
         return self.costs
 
     def _best_level(self, slots: Collection[int]) -> int:
         rates = {}
         for level in self.levels:
-            units = self._units(dict.fromkeys(slots, level))
-            rates[level], _ = self._best(len(slots), units, self._costs.draft(level))
-        return max(self.levels, key=rates.__getitem__)  # of equals the fewest
+            candidates = self._candidates(dict.fromkeys(slots, level))
+            rates[level], _ = self._best(len(slots), candidates, self._costs.draft(level))
+        return max(self.levels, key=rates.__getitem__)  # the fewest on ties
 
-    def _units(self, offers: Mapping[int, int]) -> list["_Unit"]:
-        """Lists what can be verified for itself, best first: a draft of a chain, a whole tree."""
-        units = []
+    def _candidates(self, offers: Mapping[int, int]) -> list["_Candidate"]:
+        """Lists what can be verified, by descending expected tokens: drafts, or whole trees."""
+        candidates = []
         for slot, count in offers.items():
             survival = self._requests[slot].survival
             if not self.is_tree:
-                units += [_Unit(survival[i], 1, slot) for i in range(count)]
+                candidates += [_Candidate(survival[i], 1, slot) for i in range(count)]
             elif count:
-                units.append(_Unit(sum(survival), count, slot))
-        return sorted(units, key=lambda unit: -unit.tokens)  # stable: a chain stays in order
+                candidates.append(_Candidate(sum(survival), count, slot))
+        return sorted(candidates, key=lambda c: -c.tokens)  # stable: a chain stays in order
 
-    def _best(self, num_requests: int, units: Sequence["_Unit"], draft: float) -> tuple[float, int]:
-        """Returns the best rate and the number of units that it takes; of equals the fewest."""
+    def _best(
+        self, num_requests: int, candidates: Sequence["_Candidate"], draft: float
+    ) -> tuple[float, int]:
+        """Returns the best throughput and how many candidates give it, the fewest on ties."""
         factor = self._calibration.factor
-        tokens = list(
-            accumulate((factor * unit.tokens for unit in units), initial=float(num_requests))
-        )
-        rows = list(accumulate((unit.num_rows for unit in units), initial=num_requests))
+        tokens = list(accumulate((factor * c.tokens for c in candidates), initial=num_requests))
+        rows = list(accumulate((c.num_rows for c in candidates), initial=num_requests))
         slowest = self._costs.run(self.sizes[0])
         best, count = num_requests / (slowest + draft), 0
         for size in self.sizes[1:]:
             fitting = bisect.bisect_right(rows, size) - 1
-            slowest = max(slowest, self._costs.run(size))  # more rows never take less: noise
+            slowest = max(slowest, self._costs.run(size))  # a lower one is noise
             rate = tokens[fitting] / (slowest + draft) / (1 + _MARGIN)
             if rate > best:
                 best, count = rate, fitting
         return best, count
 
 
-class _Unit(NamedTuple):
+class _Candidate(NamedTuple):
     tokens: float
     num_rows: int
     slot: int

@@ -1,7 +1,7 @@
-"""Replays recorded requests through drafters, and counts what each has accepted: without a model.
+"""Replay of recorded requests through drafters, which counts accepted drafts without a model.
 
-The recorded output takes the target's place: a draft is accepted as far as it equals the recorded
-tokens, as in greedy verification. Needs token ids only, of a server's log or a data set.
+Drafts are verified greedily against the recorded output. Needs token ids only, of a server's log or
+a data set.
 """
 
 import json
@@ -20,21 +20,21 @@ from jspec._checks import check_at_least
 from jspec.axes import INT32_MAX, PAD_TOKEN
 from jspec.config import Buckets, CacheConfig
 from jspec.proposers import REGISTRY
-from jspec.runtime.scheduling import Rows, pack
+from jspec.runtime.scheduling import RequestRows, pack
 from jspec.state import State, Verified
 
 ALL = "all"
-"""The segment that every record belongs to."""
+"""Segment of all records."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A request as it was served.
+    """A recorded request.
 
     Attributes:
       prompt: token ids, at least one.
-      output: token ids that the target wrote.
-      segment: the kind of request it is counted under, besides "all".
+      output: token ids of the target's output.
+      segment: the kind of request that it is counted under, besides "all".
     """
 
     prompt: Sequence[int]
@@ -52,17 +52,17 @@ class Tally:
     """Counts and drafting time of a drafter on some requests.
 
     The first token of an output comes from the pass that reads the prompt, before any draft: it
-    counts neither as a step nor as a token. Drafts past the end of an output count nowhere, and its
-    last token counts as the target's own, as in `SpecDecodingStats.observe_draft`.
+    counts neither as a step nor as a token. Drafts past the end of an output are not counted, and
+    its last token counts as the target's own, as in `SpecDecodingStats.observe_draft`.
 
     Attributes:
       num_requests: requests replayed.
       num_steps: passes of the target after the prompt's.
-      num_tokens: tokens that these passes gave: `num_steps + num_accepted_tokens`.
+      num_tokens: tokens of these passes: `num_steps + num_accepted_tokens`.
       num_drafted_steps: passes that had drafts to verify.
-      num_draft_tokens: tokens in them.
-      num_accepted_tokens: tokens of them that were accepted.
-      draft_seconds: time in the drafter; a step's time is shared equally by its requests.
+      num_draft_tokens: drafted tokens.
+      num_accepted_tokens: accepted ones of them.
+      draft_seconds: time in the drafter; a step's time is split equally between its requests.
     """
 
     num_requests: int = 0
@@ -75,7 +75,7 @@ class Tally:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens a step: the upper bound of the speed-up. 1.0 without a step."""
+        """Mean tokens per step, an upper bound of the speed-up; 1.0 without a step."""
         return self.num_tokens / self.num_steps if self.num_steps else 1.0
 
     @property
@@ -106,7 +106,7 @@ def read_records(path: str | PathLike) -> Iterator[Record]:
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: a line is no such object; the message has its number.
+      ValueError: a line has another form; the message has its number.
     """
     with open(path, encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
@@ -120,14 +120,14 @@ def replay(
     """Replays requests through a drafter.
 
     Args:
-      records: read one by one; in their order a slot that gets free takes the next.
+      records: read one by one, in order, as slots become free.
       config: a model-free drafter's, for example `NgramConfig(num_drafts=5)`.
       max_model_len: the longest record's `num_tokens`, or more.
       max_requests: requests that run at the same time.
 
     Returns:
-      A tally by segment, "all" first. Everything is compiled before its clock starts; results are
-      fetched to the host within it.
+      A tally by segment, "all" first. Its times include fetching results to the host, but no
+      compilation.
 
     Raises:
       ValueError: a record is longer than max_model_len, or a size is below 1.
@@ -142,7 +142,7 @@ def replay(
       (1, 3, 2)
     """
     check_at_least("replay", 1, max_model_len=max_model_len, max_requests=max_requests)
-    # Room for drafts after the longest record: no draft is cut at its end.
+    # Room for drafts after the longest record, so that none is truncated at its end.
     limit = max_model_len + config.num_drafts + 1
     cache = CacheConfig(num_pages=1, page_size=limit, max_model_len=limit)
     run = _Replay(api.init(config, cache=cache, max_requests=max_requests))
@@ -154,7 +154,7 @@ def replay(
 
 
 def winner(tallies: Mapping[str, Tally]) -> str | None:
-    """Names the drafter with the longest acceptance; of equals the one that costs less.
+    """Names the drafter with the longest acceptance length, on ties the one of lower latency.
 
     Args:
       tallies: by drafter, of the same requests.
@@ -179,7 +179,7 @@ class _Request:
 
 
 class _Replay:
-    """Runs a drafter over the requests in its slots, with the recorded tokens as verified."""
+    """Runs a drafter over the requests in its slots, with recorded tokens as the verified ones."""
 
     def __init__(self, state: State):
         self.state = state
@@ -214,28 +214,27 @@ class _Replay:
         rows = []
         kept = np.full((max_requests, config.num_drafts + 1), PAD_TOKEN, np.int32)
         for b, (slot, request) in enumerate(self.running.items()):
-            # The prompt counts as cached but for its last token, so that every step has one shape.
+            # All but the prompt's last token count as cached, so that every step has one shape.
             known, drafts = request.num_known, request.drafts
             pending = [request.tokens[known - 1], *drafts]
-            rows.append(Rows(slot, pending, known - 1, len(drafts), pages=()))
-            written = request.tokens[known : known + len(drafts) + 1]
-            num_accepted = _common_prefix(drafts, written)
-            num_drafts = len(drafts)
-            gained = num_accepted + 1
-            if gained > len(written):  # the output ends inside the drafts
-                gained = len(written)
-                num_drafts = num_accepted = gained - 1
-            kept[b, :gained] = written[:gained]
+            rows.append(RequestRows(slot, pending, known - 1, len(drafts), pages=()))
+            recorded = request.tokens[known : known + len(drafts) + 1]
+            num_accepted = _common_prefix(drafts, recorded)
+            num_drafts, num_kept = len(drafts), num_accepted + 1
+            if num_kept > len(recorded):  # the output ends inside the drafts
+                num_kept = len(recorded)
+                num_drafts = num_accepted = num_kept - 1
+            kept[b, :num_kept] = recorded[:num_kept]
             if known > len(request.record.prompt):
                 self._count(
                     request.record,
                     num_steps=1,
-                    num_tokens=gained,
+                    num_tokens=num_kept,
                     num_drafted_steps=bool(drafts),
                     num_draft_tokens=num_drafts,
                     num_accepted_tokens=num_accepted,
                 )
-            request.num_known += gained
+            request.num_known += num_kept
         scheduled = pack(
             rows, num_rows=self.num_rows, num_requests=max_requests, pages_per_request=1
         )
@@ -261,9 +260,9 @@ class _Replay:
                 setattr(tally, name, getattr(tally, name) + amount)
 
 
-def _common_prefix(drafts: Sequence[int], written: Sequence[int]) -> int:
-    pairs = zip(drafts, written, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafts), len(written)))
+def _common_prefix(drafts: Sequence[int], recorded: Sequence[int]) -> int:
+    pairs = zip(drafts, recorded, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafts), len(recorded)))
 
 
 def _parse(line: str, where: str) -> Record:

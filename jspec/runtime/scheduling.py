@@ -1,5 +1,6 @@
-"""Scheduling on the host: admits requests, picks the rows of each step, keeps its tokens."""
+"""Scheduling on the host: admits requests, selects the rows of each step, stores its tokens."""
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -9,6 +10,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
+from jspec._boundary import empty_step, full
 from jspec._checks import check_at_least
 from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.checkpoint import Model
@@ -20,8 +22,8 @@ from jspec.runtime.policies import Drafting
 from jspec.state import Drafts, Scheduled
 
 OnTokens = Callable[[int, list[int], int], None]
-"""Called as `(prompt index, new tokens, how many of them, from the first on, count as accepted
-drafts)`; these sum up to `Report.stats.num_accepted_tokens`."""
+"""Called as `(prompt index, new tokens, num_accepted)`: the first `num_accepted` of the tokens are
+accepted drafts. Over a run these sum up to `Report.stats.num_accepted_tokens`."""
 
 
 class Generation(NamedTuple):
@@ -41,7 +43,7 @@ class Request:
     """A prompt that waits or is decoded.
 
     Attributes:
-      index: its place among the prompts.
+      index: of the prompt.
       tokens: all known tokens, the newest sampled one included.
       num_prompt: how many of them are the prompt.
       end: most tokens it may have.
@@ -49,7 +51,7 @@ class Request:
       pages: its KV pages, while it runs.
       num_computed: leading tokens whose keys and values are stored.
       drafts: draft tokens to verify in the next step.
-      parents: where these form a tree: which of them each one follows.
+      parents: where these form a tree: index of each draft's parent.
     """
 
     index: int
@@ -63,11 +65,11 @@ class Request:
     parents: list[int] | None = None
 
 
-class Rows(NamedTuple):
+class RequestRows(NamedTuple):
     """One request's rows of a step: tokens from position `start` on, then drafts.
 
-    `backup` is the next prompt token where the chunk ends inside the prompt, so that nothing
-    may be sampled; PAD elsewhere. `parents` say which draft each draft follows in a tree.
+    `backup` is the next prompt token where the chunk ends inside the prompt, so that nothing is
+    sampled; else PAD. `parents` are the indices of the drafts' parents in a tree.
     """
 
     slot: int
@@ -78,14 +80,18 @@ class Rows(NamedTuple):
     backup: int = PAD_TOKEN
     parents: Sequence[int] = ()
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the rows are a chunk of a prompt: more than one token beside the drafts."""
+        return len(self.token_ids) - self.num_drafts > 1
+
 
 class Scheduler:
     """Admits prompts while slots and pages are free, and holds the state of each request.
 
-    A step has one of few shapes (flat rows, most logits rows a request), so that few executables
-    serve a whole run: one row a request, drafts after it, or a chunk of some prompt. Drafts take
-    the smallest shape that holds them; there is one for each number of drafts that `drafting` may
-    ask for.
+    A step has one of a few shapes (flat rows, most logits rows a request), each an executable: one
+    row a request; one shape for each number of drafts that `drafting` may choose, of which a step
+    takes the smallest that holds its drafts; and one for chunks of prompts.
 
     Args:
       prompts: token ids.
@@ -99,7 +105,7 @@ class Scheduler:
       drafting: how many tokens are drafted and verified; as `jspec.generate`.
 
     Attributes:
-      num_drafts: how many tokens to draft after the step that was scheduled last.
+      num_drafts: tokens to draft after the step that was scheduled last.
     """
 
     def __init__(
@@ -138,7 +144,7 @@ class Scheduler:
         self.stats = SpecDecodingStats.new(num_drafts if tree_depth is None else tree_depth)
 
     def admit(self) -> list[Request]:
-        """Starts the waiting requests that fit; a request gets all its pages at once."""
+        """Starts waiting requests while slots and pages are free; all pages are reserved."""
         admitted = []
         slots = [slot for slot in range(self.max_requests) if slot not in self.running]
         while self.waiting and slots:
@@ -154,12 +160,12 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
-    def schedule(self) -> tuple[list[Rows], tuple[int, int]]:
-        """Picks a step's rows, those of decoding requests first, and its shape."""
+    def schedule(self) -> tuple[list[RequestRows], tuple[int, int]]:
+        """Selects a step's rows, those of decoding requests first, and its shape."""
         budget = self.shapes[-1][0]
         offers = {slot: self._count_drafts(request) for slot, request in self.running.items()}
         has_prompt = any(len(r.tokens) - r.num_computed > 1 for r in self.running.values())
-        if not has_prompt:  # else their rows are free: the shape of the step is that of the chunk
+        if not has_prompt:  # else verification is free: the step has the shape of a chunk anyway
             offers = self.policy.verify(offers)
         rows = []
         for request in sorted(self.running.values(), key=lambda r: len(r.tokens) - r.num_computed):
@@ -175,7 +181,7 @@ class Scheduler:
                 parents = (request.parents or ())[: len(drafts)]
             budget -= len(chunk) + len(drafts)
             rows.append(
-                Rows(
+                RequestRows(
                     slot=request.slot,
                     token_ids=chunk + drafts,
                     start=request.num_computed,
@@ -194,7 +200,7 @@ class Scheduler:
         return rows, next(shape for shape in self.shapes[1:] if shape[0] >= num_rows)
 
     def _count_drafts(self, request: Request) -> int:
-        """Counts the drafts that fit before `end`, one token left for the target's own."""
+        """Counts the drafts before `end`, with room for one more token of the target."""
         room = request.end - len(request.tokens) - 1
         if request.parents is not None:
             room = _count_nodes(request.parents, room)
@@ -202,7 +208,7 @@ class Scheduler:
 
     def keep(
         self,
-        rows: Sequence[Rows],
+        rows: Sequence[RequestRows],
         verified: np.ndarray,
         drafts: Drafts,
         on_tokens: OnTokens | None = None,
@@ -215,10 +221,10 @@ class Scheduler:
           rows: as `schedule` returned them.
           verified: int32 [B, W]; kept tokens, PAD after them.
           drafts: for the next step, on the host.
-          on_tokens: called for each request that got tokens.
+          on_tokens: called for each request with new tokens.
 
         Returns:
-          The slots of requests that are done.
+          The slots of requests that ended.
         """
         ended = []
         for b, row in enumerate(rows):
@@ -252,8 +258,8 @@ class Scheduler:
                 ended.append(row.slot)
         return ended
 
-    def pack(self, rows: Sequence[Rows], num_rows: int) -> Scheduled:
-        """Lays a step's rows out, padded to one of the shapes."""
+    def pack(self, rows: Sequence[RequestRows], num_rows: int) -> Scheduled:
+        """Packs a step's rows, padded to one of the shapes."""
         return pack(
             rows,
             num_rows=num_rows,
@@ -272,49 +278,37 @@ def _count_nodes(parents: Sequence[int], depth: int) -> int:
 
 
 def pack(
-    rows: Sequence[Rows],
+    rows: Sequence[RequestRows],
     *,
     num_rows: int,
     num_requests: int,
     pages_per_request: int,
     num_nodes: int | None = None,
 ) -> Scheduled:
-    """Lays requests out flat on the host, padded to a bucket; drafts are trees with `num_nodes`."""
+    """Packs requests into flat arrays on the host, padded to a bucket.
 
-    def full(value: int, *shape: int) -> np.ndarray:
-        return np.full(shape, value, np.int32)
-
-    token_ids, positions = full(0, num_rows), full(0, num_rows)
-    query_start, seq_lens = full(0, num_requests + 1), full(0, num_requests)
-    block_table = full(PAD_SLOT, num_requests, pages_per_request)
-    num_drafts, slot = full(0, num_requests), full(PAD_SLOT, num_requests)
-    backup, discard = full(PAD_TOKEN, num_requests), np.ones(num_requests, bool)
-    parents = None if num_nodes is None else full(PAD_TOKEN, num_requests, num_nodes)
+    Args:
+      rows: of the requests.
+      num_rows, num_requests, pages_per_request: sizes of the arrays.
+      num_nodes: where drafts form trees: most nodes of a request.
+    """
+    step = empty_step(num_rows, num_requests, pages_per_request)
+    if num_nodes is not None:
+        step = dataclasses.replace(step, draft_parents=full(PAD_TOKEN, num_requests, num_nodes))
     at = 0
     for b, row in enumerate(rows):
         end = at + len(row.token_ids)
-        token_ids[at:end] = row.token_ids
-        positions[at:end] = np.arange(row.start, row.start + end - at)
+        step.token_ids[at:end] = row.token_ids
+        step.positions[at:end] = np.arange(row.start, row.start + end - at)
         at = end
-        query_start[b + 1 :] = end
-        seq_lens[b] = row.start + len(row.token_ids)
-        block_table[b, : len(row.pages)] = row.pages
-        num_drafts[b], slot[b], backup[b] = row.num_drafts, row.slot, row.backup
-        discard[b] = row.backup != PAD_TOKEN
-        if parents is not None:
-            parents[b, : len(row.parents)] = row.parents
-    return Scheduled(
-        token_ids=token_ids,
-        positions=positions,
-        query_start=query_start,
-        seq_lens=seq_lens,
-        block_table=block_table,
-        num_drafts=num_drafts,
-        request_slot=slot,
-        backup_token=backup,
-        discard=discard,
-        draft_parents=parents,
-    )
+        step.query_start[b + 1 :] = end
+        step.seq_lens[b] = row.start + len(row.token_ids)
+        step.block_table[b, : len(row.pages)] = row.pages
+        step.num_drafts[b], step.request_slot[b] = row.num_drafts, row.slot
+        step.backup_token[b], step.discard[b] = row.backup, row.backup != PAD_TOKEN
+        if step.draft_parents is not None:
+            step.draft_parents[b, : len(row.parents)] = row.parents
+    return step
 
 
 def limits(
@@ -328,7 +322,7 @@ def limits(
     vocab_size: int | None = None,
     num_drafts: int = 0,
 ) -> CacheConfig:
-    """Checks the arguments; without a `cache`, returns sizes that just hold the prompts.
+    """Checks the arguments; returns `cache`, or the smallest sizes for the prompts without one.
 
     Args:
       vocab_size: the drafter's, where it has one; it may be smaller than the target's.
@@ -353,7 +347,7 @@ def limits(
                 "no token can be added. Shorten it, or raise CacheConfig.max_model_len."
             )
     longest = max((min(len(p) + max_tokens, context) for p in prompts), default=1)
-    # Whole powers of two: calls of alike size share their executables.
+    # Powers of two, so that calls of similar sizes share their executables.
     size = min(context, max(64, 1 << (longest - 1).bit_length())) if cache is None else context
     if num_drafts >= size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One pass of the target over a step: logits, verification, and what the drafter reads of it."""
+"""The target's pass over a step: logits, verification, and the drafter's inputs."""
 
 import dataclasses
 import functools
@@ -16,17 +16,17 @@ from jspec.state import PagedView, Params, Scheduled, Verified
 from jspec.verification import greedy, rejection, sampling
 
 Verification: TypeAlias = Literal["match", "rejection", "block"]
-"""How drafts are verified where tokens are sampled: by exact match with the target's own draw, by
+"""How drafts are verified where tokens are sampled: by exact match with the target's own sample, by
 rejection sampling of each draft, or of the block (see `jspec.verification.rejection`)."""
 
 
 class TargetOutput(NamedTuple):
-    """What a drafter reads of a pass, beside its schedule.
+    """Inputs of the drafter from a pass of the target.
 
     Attributes:
-      hidden: [T, len(hidden_layers) * D]; None if none was wanted.
+      hidden: [T, len(hidden_layers) * D]; None without `hidden_layers`.
       token_ids: where drafts were trees: the rows with the accepted nodes as a chain.
-      draft_seed: of the next drafts, where it is not the request's.
+      draft_seed: seeds of the next drafts, where these differ from the requests'.
     """
 
     hidden: Float[Array, "T Dh"] | None
@@ -34,10 +34,10 @@ class TargetOutput(NamedTuple):
     draft_seed: Int[Array, "B"] | None = None
 
     def join(self, scheduled: Scheduled, *, sampling: bool) -> Scheduled:
-        """Returns the step as the drafter reads it: trees have become chains.
+        """Returns the step for the drafter, with the accepted path of a tree as a chain.
 
         Args:
-          scheduled: what the target ran.
+          scheduled: the target's step.
           sampling: the drafter reads temperatures and seeds.
         """
         seed = scheduled.seed if self.draft_seed is None else self.draft_seed
@@ -53,11 +53,11 @@ class TargetOutput(NamedTuple):
 
 
 class DraftProbs(NamedTuple):
-    """What the drafts of a step were drawn from; stays on the device.
+    """Distributions that the drafts of a step were sampled from, on the device.
 
     Attributes:
       probs: over the target's vocabulary.
-      slot: `request_slot` of the step that they were drawn after: rows move between steps.
+      slot: `request_slot` of the step that made the drafts, as rows of requests change.
     """
 
     probs: Float[Array, "B K V"]
@@ -86,10 +86,10 @@ def target_step(
 ) -> tuple[Verified, TargetOutput, KVCache]:
     """Runs the target over a step's rows and verifies its drafts: one executable.
 
-    A token that the target gives is its best one, or where the step has temperatures a draw from
-    its distribution that depends on seed and position alone. So the kept tokens are those of plain
-    decoding with these seeds, whatever was drafted; with another `verification` than "match" they
-    have the same distribution, and more drafts are kept.
+    The target's token is the argmax, or where the step has temperatures a sample that is a function
+    of seed and position. So the kept tokens are those of decoding with these seeds without drafts;
+    with another `verification` than "match" they have the same distribution, and more drafts are
+    kept.
 
     Args:
       config: the target's ModelConfig.
@@ -97,16 +97,16 @@ def target_step(
       cache: donated.
       scheduled: the rows; a request's last `num_drafts` rows are its drafts.
       width: logits rows per request, at least 1 + the most drafts of any request in this step.
-      columns: width of the result (W), by default `width`: a step without drafts need not be a
-        shape of its own for the drafter.
+      columns: width of the result (W), by default `width`; the same for all steps, it saves the
+        drafter an executable for steps without drafts.
       hidden_layers: hidden states to return; see `jspec.models.llama.forward`.
       tree_depth: where drafts are trees: most tokens from the root to a node.
       verification: for steps that have temperatures; of trees "match".
-      draft_probs: of the step before, where its drafts were drawn; else drafts are verified as
-        tokens that follow from the context, which is lossless, too, and keeps fewer.
+      draft_probs: of the step before, where its drafts were sampled; without them drafts are
+        verified as functions of the context, which is lossless, too, but keeps fewer.
 
     Returns:
-      (verified [B, W], ran, cache).
+      (verified [B, W], output, cache).
     """
     view = metadata.paged_view(
         scheduled, page_size=cache.page_size, max_model_len=cache.max_model_len
@@ -121,7 +121,7 @@ def target_step(
     column = jnp.arange(width, dtype=jnp.int32)[None]  # [1, W]
     rows = (scheduled.query_start[1:] - 1 - scheduled.num_drafts)[:, None] + column  # [B, W]
     rows = jnp.clip(rows, 0, num_rows - 1)  # columns past num_drafts are never kept
-    scores_each_once = num_rows < rows.size  # rows are fewer than the columns that show them
+    scores_each_once = num_rows < rows.size  # a row may be in several columns of `rows`
     logits, hidden, cache = llama.forward(
         config,
         params,
@@ -135,48 +135,48 @@ def target_step(
         logits = logits.at[rows.reshape(-1)].get(mode="clip")  # [T, V] -> [B * W, V]
     logits = _constrain(logits, scheduled, width)
     drafts = scheduled.token_ids.at[rows[:, 1:]].get(mode="fill", fill_value=PAD_TOKEN)
-    ran = TargetOutput(hidden)
+    output = TargetOutput(hidden)
     if parents is not None and tree_depth is not None:
         count = scheduled.num_drafts
         chosen = _choose(logits, scheduled, view, rows)  # [B, W]
         verified, path, accepted = greedy.tree(chosen, drafts, parents, count, depth=tree_depth)
         after = rows[:, 1 : tree_depth + 1]  # rows at the positions that accepted nodes get
         cache = keep_nodes(cache, path, page_slots.at[after].get(mode="clip"))
-        ran = TargetOutput(*metadata.path_as_chain(scheduled, hidden, path, accepted))
+        output = TargetOutput(*metadata.path_as_chain(scheduled, hidden, path, accepted))
     elif scheduled.temperature is not None and verification != "match":
         verified, draft_seed = _rejection_sampling(
-            verification, logits, drafts, scheduled, _places(view, rows)[:, 0], draft_probs
+            verification, logits, drafts, scheduled, _next_positions(view, rows)[:, 0], draft_probs
         )
-        ran = TargetOutput(hidden, draft_seed=draft_seed)
+        output = TargetOutput(hidden, draft_seed=draft_seed)
     else:
         chosen = _choose(logits, scheduled, view, rows)  # [B, W]
         verified, _ = greedy.chain(chosen, drafts, scheduled.num_drafts)
     missing = ((0, 0), (0, (columns or width) - verified.tokens.shape[1]))
     tokens = jnp.pad(verified.tokens, missing, constant_values=PAD_TOKEN)
-    return Verified(tokens=tokens), ran, cache
+    return Verified(tokens=tokens), output, cache
 
 
 def _choose(
     logits: Float[Array, "R V"], scheduled: Scheduled, view: PagedView, rows: Int[Array, "B W"]
 ) -> Int[Array, "B W"]:
-    """Returns the target's token after each row: the best one, or a draw where asked for."""
+    """Returns the target's token after each row: the argmax, or a sample."""
     if scheduled.temperature is None or scheduled.seed is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32).reshape(rows.shape)
     temperature, seed = (
         jnp.repeat(x, rows.shape[1]) for x in (scheduled.temperature, scheduled.seed)
     )
-    place = _places(view, rows).reshape(-1)
-    drawn = sampling.draw(logits, temperature, seed, place, stream=rejection.TARGET_STREAM)
+    position = _next_positions(view, rows).reshape(-1)
+    drawn = sampling.draw(logits, temperature, seed, position, stream=rejection.TARGET_STREAM)
     return drawn.reshape(rows.shape)
 
 
-def _places(view: PagedView, rows: Int[Array, "B W"]) -> Int[Array, "B W"]:
-    """Returns the place that the token after each row has in its request."""
+def _next_positions(view: PagedView, rows: Int[Array, "B W"]) -> Int[Array, "B W"]:
+    """Returns the position of the token after each row."""
     return view.positions.at[rows].get(mode="clip") + 1
 
 
 def _constrain(logits: Float[Array, "R V"], scheduled: Scheduled, width: int) -> Array:
-    """Takes out what the requests' constraints exclude, where there are any."""
+    """Masks tokens that top-k, top-p or min-p excludes."""
     constraints = (scheduled.top_k, scheduled.top_p, scheduled.min_p)
     if all(x is None for x in constraints):
         return logits
@@ -191,10 +191,10 @@ def _rejection_sampling(
     logits: Float[Array, "R V"],
     drafts: Int[Array, "B K"],
     scheduled: Scheduled,
-    place: Int[Array, "B"],
+    position: Int[Array, "B"],
     draft_probs: DraftProbs | None,
 ) -> tuple[Verified, Int[Array, "B"] | None]:
-    """Verifies drafts by rejection sampling; also returns the next drafts' seeds if changed."""
+    """Verifies drafts by rejection sampling; also returns the seeds of the next drafts, or None."""
     B, K = drafts.shape
     logits = logits.reshape(B, K + 1, -1)
     probs = None
@@ -203,22 +203,22 @@ def _rejection_sampling(
         is_same = (slot == draft_probs.slot[None]) & (slot >= 0)  # [B, B of the step before]
         row = jnp.argmax(is_same, axis=1)
         probs = draft_probs.probs[:, :K].at[row].get(mode="clip")
-        certain = jax.nn.one_hot(drafts, logits.shape[2], dtype=probs.dtype)
-        probs = jnp.where(is_same.any(axis=1)[:, None, None], probs, certain)
+        one_hot = jax.nn.one_hot(drafts, logits.shape[2], dtype=probs.dtype)
+        probs = jnp.where(is_same.any(axis=1)[:, None, None], probs, one_hot)
     assert scheduled.temperature is not None and scheduled.seed is not None
     verified, _ = rejection.sampled(
         *(method, logits, drafts, scheduled.num_drafts),
         temperature=scheduled.temperature,
         seed=scheduled.seed,
-        position=place,
+        position=position,
         probs=probs,
     )
     if method == "rejection" or draft_probs is None:
         return verified, None
-    return verified, rejection.draft_seed(scheduled.seed, place)
+    return verified, rejection.draft_seed(scheduled.seed, position)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def widen(probs: Float[Array, "B K V"], columns: int) -> Float[Array, "B columns V"]:
-    """Adds columns without a draft: whatever was drafted, the target has the same executables."""
-    return jnp.pad(probs, ((0, 0), (0, columns - probs.shape[1]), (0, 0)))
+def widen(probs: Float[Array, "B K V"], num_drafts: int) -> Float[Array, "B K2 V"]:
+    """Pads the drafts' axis, so that the target's executables are the same for all draft counts."""
+    return jnp.pad(probs, ((0, 0), (0, num_drafts - probs.shape[1]), (0, 0)))

@@ -1,4 +1,4 @@
-"""Text as the model defines it: tokens, chat templates, streaming, and where a text ends."""
+"""Tokenizers, chat templates, streaming and stop tokens of a model."""
 
 from jspec.text.chat import ChatTemplate, Messages, render_chat
 from jspec.text.files import TextFiles, read_chat_template, read_text_files

@@ -1,4 +1,4 @@
-"""Chat templates: a model's own Jinja template, run in a sandbox as transformers runs it."""
+"""Chat templates: a model's Jinja template, rendered in a sandbox as in transformers."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: `{"role": "system" | "user" | "assistant", "content": text}` in turn."""
 
 ChatTemplate: TypeAlias = str | Mapping[str, str]
-"""A Jinja template, or several by name; the one that is used by itself is called `default`."""
+"""A Jinja template, or several by name; `default` is used if no name is given."""
 
 
 def render_chat(
@@ -20,24 +20,24 @@ def render_chat(
     *,
     name: str | None = None,
 ) -> str:
-    """Writes a conversation in the model's chat form, up to where the assistant answers.
+    """Renders a conversation with the model's chat template and a generation prompt.
 
-    The result is the text of transformers' `apply_chat_template(..., add_generation_prompt=True)`.
-    Tools and documents are None.
+    The result is the text of transformers' `apply_chat_template(..., add_generation_prompt=True)`
+    without tools and documents.
 
     Args:
       messages: the conversation, oldest first; a template may read other keys of a message, too.
       template: of the model.
-      special_tokens: texts of `bos_token`, `eos_token` and others, which templates insert.
+      special_tokens: texts of `bos_token`, `eos_token` and others, for the template.
       name: of the template, where there are several.
 
     Returns:
-      The prompt, special tokens included: encode it without adding any.
+      The prompt with special tokens: encode it without adding any.
 
     Raises:
       ImportError: the `jinja2` package is missing.
-      ValueError: there is no message, or one without role or content; there is no template, or none
-        of that name; the template cannot be read, refuses the messages or fails.
+      ValueError: there is no message, or one without role or content; there is no template of that
+        name; the template cannot be parsed, refuses the messages or fails.
 
     Source: transformers utils/chat_template_utils.py, render_jinja_template.
 
@@ -64,7 +64,7 @@ def render_chat(
             f"chat: the model's chat template refuses these messages: {error}. Change them, or "
             "continue a text without the chat form (--raw)."
         ) from error
-    except Exception as error:  # whatever code of a template may raise
+    except Exception as error:  # of the template's code
         raise ValueError(
             f"chat: the model's chat template fails with these messages: {error}. It may need "
             "tools or documents, which it is not given, a key that a message lacks, or a special "
@@ -74,10 +74,10 @@ def render_chat(
 
 
 def choose_template(template: ChatTemplate | None, name: str | None = None) -> str:
-    """Returns the template of a name, by default the one that is used by itself.
+    """Returns the template of a name, by default `default`.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no such template.
     """
     if isinstance(template, str) and name in (None, "default"):
         return template
@@ -97,12 +97,12 @@ def choose_template(template: ChatTemplate | None, name: str | None = None) -> s
 
 
 class _Refusal(Exception):
-    """What a template says with `raise_exception`."""
+    """The error that a template raises with `raise_exception`."""
 
 
 @functools.lru_cache(maxsize=8)
 def _compile(source: str) -> Any:
-    """Prepares a template for rendering."""
+    """Parses a template."""
     try:
         import jinja2
         from jinja2 import ext, nodes, sandbox
@@ -112,7 +112,7 @@ def _compile(source: str) -> Any:
         ) from error
 
     class Generation(ext.Extension):
-        """`{% generation %}`: marks what the assistant says, for training; here, its content."""
+        """`{% generation %}`: marks the assistant's text for training; renders its content."""
 
         tags = {"generation"}
 
@@ -154,7 +154,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML."""
+    """Replaces Jinja's own filter, which escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder that say how text becomes tokens and where it ends."""
+"""The files of a Hugging Face folder that define tokenizer, chat template and stop tokens."""
 
 import json
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ _CLASS_TOKENS = {
     "Qwen2Tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
     "GemmaTokenizer": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
 }
-"""Special tokens that transformers gives a class where tokenizer_config.json does not name them."""
+"""Special tokens of a class in transformers, where tokenizer_config.json does not name them."""
 
 
 class TextFiles(NamedTuple):
-    """What a model says about its text.
+    """Tokenizer, chat template and stop tokens of a model.
 
     Attributes:
       tokenizer_json: content of tokenizer.json, None where there is none.
@@ -34,17 +34,17 @@ class TextFiles(NamedTuple):
 
 
 def read_text_files(folder: Path, config: Mapping[str, Any]) -> TextFiles:
-    """Reads what a folder says about its text.
+    """Reads tokenizer, chat template and stop tokens of a folder.
 
-    End tokens are those of generation_config.json, as in transformers' `generate`; where it names
-    none, those of config.json and the `eos_token` of tokenizer_config.json together.
+    Stop tokens are those of generation_config.json, as in transformers' `generate`; if it names
+    none, those of config.json and the `eos_token` of tokenizer_config.json.
 
     Args:
       folder: of the model.
       config: content of its config.json.
 
     Raises:
-      ValueError: a file is damaged, or a value in it is of another type than it should be.
+      ValueError: a file is damaged, or a value in it has a wrong type.
     """
     tokenizer_json = _read_text(folder / "tokenizer.json")
     tokenizer_config = _tokenizer_config(folder)
@@ -52,7 +52,7 @@ def read_text_files(folder: Path, config: Mapping[str, Any]) -> TextFiles:
     if not stop_ids:
         stop_ids = _eos_ids(config, "config.json")
         eos = special_tokens(tokenizer_config).get("eos_token")
-        found = None if eos is None else _find_token(eos, tokenizer_json, tokenizer_config)
+        found = None if eos is None else _token_id(eos, tokenizer_json, tokenizer_config)
         stop_ids += [] if found is None else [found]
     return TextFiles(
         tokenizer_json,
@@ -63,14 +63,14 @@ def read_text_files(folder: Path, config: Mapping[str, Any]) -> TextFiles:
 
 
 def read_chat_template(folder: str | Path) -> ChatTemplate | None:
-    """Finds the chat template of a Hugging Face folder, or several by name.
+    """Reads the chat template of a Hugging Face folder, or several by name.
 
     As in transformers, chat_template.jinja (`default`) and additional_chat_templates/NAME.jinja
-    take the place of the template in tokenizer_config.json; chat_template.json, which processors
-    of images wrote, comes last.
+    replace the template in tokenizer_config.json; chat_template.json, which image processors wrote,
+    has the lowest priority.
 
     Raises:
-      ValueError: what a file holds is no template.
+      ValueError: the content of a file is no template.
     """
     folder = Path(folder)
     own = {"default": _read_text(folder / "chat_template.jinja")}
@@ -78,7 +78,7 @@ def read_chat_template(folder: str | Path) -> ChatTemplate | None:
     named = own | {file.stem: _read_text(file) for file in more}
     found = {name: text for name, text in named.items() if text is not None}
     if found:
-        return alone_or_named(found)
+        return single_or_named(found)
     for name in ("tokenizer_config.json", "chat_template.json"):
         template = _read_optional(folder / name).get("chat_template")
         if template is not None:
@@ -87,7 +87,7 @@ def read_chat_template(folder: str | Path) -> ChatTemplate | None:
 
 
 def special_tokens(tokenizer_config: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns the texts of `bos_token`, `eos_token` and others, which chat templates insert."""
+    """Returns the texts of `bos_token`, `eos_token` and others, for chat templates."""
     config = dict(tokenizer_config or {})
     kind = str(config.get("tokenizer_class")).removesuffix("Fast")
     extra = config.get("extra_special_tokens")
@@ -97,13 +97,13 @@ def special_tokens(tokenizer_config: Mapping[str, Any] | None) -> dict[str, str]
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def alone_or_named(templates: dict[str, str]) -> ChatTemplate:
-    """Returns the template itself where there is none beside `default`."""
+def single_or_named(templates: dict[str, str]) -> ChatTemplate:
+    """Returns the template itself if `default` is the only one."""
     return templates["default"] if templates.keys() == {"default"} else templates
 
 
 def token_text(token: Any) -> str | None:
-    """Returns the text of a token that a file writes as it is or with its options."""
+    """Returns the text of a token, which files store as a str or as an object with options."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -113,7 +113,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any] | None:
     if not any(file.is_file() for file in files):
         return None
     config, older = map(_read_optional, files)
-    if "added_tokens_decoder" not in config:  # files with it say all that the older one says
+    if "added_tokens_decoder" not in config:  # files with it have all of the older one
         config |= older
     config.pop("chat_template", None)
     return config
@@ -127,10 +127,10 @@ def _eos_ids(config: Mapping[str, Any], source: str) -> list[int]:
     return ids
 
 
-def _find_token(
+def _token_id(
     text: str, tokenizer_json: str | None, tokenizer_config: Mapping[str, Any] | None
 ) -> int | None:
-    """Returns the id of a token, None where the files do not tell."""
+    """Returns the id of a token, None where the files do not have it."""
     added = (tokenizer_config or {}).get("added_tokens_decoder")
     if isinstance(added, dict):
         for index, token in added.items():
@@ -157,7 +157,7 @@ def _as_template(template: Any, file: Path) -> ChatTemplate:
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
         named = {entry.get("name"): entry.get("template") for entry in template}
         if named and all(isinstance(text, str) for pair in named.items() for text in pair):
-            return alone_or_named(named)
+            return single_or_named(named)
     raise ValueError(
         f"{file}: chat_template is {template!r}, wanted a text, or a list of "
         '{"name": ..., "template": ...}. Fetch the file again.'

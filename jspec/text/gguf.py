@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jspec.text.chat import ChatTemplate
-from jspec.text.files import TextFiles, alone_or_named
+from jspec.text.files import TextFiles, single_or_named
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
 def _split(digits: str) -> list[dict[str, Any]]:
-    """Cuts text as Llama-3 and Qwen do; they differ in how many digits stay together."""
+    """Returns the pre-tokenizer of Llama-3 and Qwen, which differ in the pattern of digits."""
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits
@@ -54,20 +54,20 @@ _SPECIAL_TOKENS = {
     "sep_token": "seperator",  # as the format spells it
 }
 
-# llama.cpp stops at these even where the metadata does not name them.
+# llama.cpp stops at these even if the metadata does not name them.
 _STOP_TEXTS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"}
 
 
 def gguf_text_files(metadata: Mapping[str, Any], *, source: str = "GGUF") -> TextFiles:
-    """Returns what a GGUF file says about its text, as the files of a Hugging Face folder would.
+    """Converts the metadata of a GGUF file to the text files of a Hugging Face folder.
 
     Args:
       metadata: the file's values by full name.
-      source: what errors call the file.
+      source: name of the file, for messages.
 
     Returns:
-      The tokenizer and its special tokens, the chat template, and the end tokens: those of eos, eot
-      and eom, and the well-known ones that llama.cpp stops at.
+      The tokenizer with its special tokens, the chat template, and the stop tokens: eos, eot, eom
+      and those that llama.cpp always stops at.
 
     Raises:
       ValueError: see `gguf_tokenizer_json`; a template is no text.
@@ -77,7 +77,7 @@ def gguf_text_files(metadata: Mapping[str, Any], *, source: str = "GGUF") -> Tex
     tokens = values.get("tokens", str, [])
     special = {name: values.token(key, tokens) for name, key in _SPECIAL_TOKENS.items()}
     config = {name: token for name, token in special.items() if token is not None}
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # tokenizer.json says all
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # all settings are in tokenizer.json
     ends = (values.token_id(end, tokens) for end in ("eos", "eot", "eom"))
     stops = {end for end in ends if end is not None}
     stops |= {index for index, token in enumerate(tokens) if token in _STOP_TEXTS}
@@ -96,14 +96,14 @@ def gguf_tokenizer_json(metadata: Mapping[str, Any], *, source: str = "GGUF") ->
 
     Args:
       metadata: the file's `tokenizer.ggml.*` values by full name.
-      source: what errors call the file.
+      source: name of the file, for messages.
 
     Returns:
       Content of a tokenizer.json, or None where the file has no tokenizer.
 
     Raises:
-      ValueError: the tokenizer is of another kind, cuts text by an unknown rule, or a value has
-        another type than it should.
+      ValueError: the tokenizer is of another kind, has an unknown pre-tokenizer, or a value has a
+        wrong type.
 
     Source: llama.cpp src/llama-vocab.cpp, which names the rules.
     """
@@ -207,7 +207,7 @@ class _Values:
     def token_with_id(
         self, name: str, tokens: Sequence[str], *, default: bool
     ) -> tuple[str, int] | None:
-        """Returns a token that every text begins or ends with, None where it does not."""
+        """Returns a special token that is added to every text, None if it is not added."""
         index = self.token_id(name, tokens)
         wanted = self.get(f"add_{name}_token", bool, default)
         return (tokens[index], index) if wanted and index is not None else None
@@ -224,7 +224,7 @@ def _byte_level(
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": rule},
         "decoder": _BYTE_LEVEL | {"use_regex": True},
         "model": {
-            # Llama-3 takes a whole word of the vocabulary even if no merges lead to it.
+            # Llama-3 uses a token for a whole word even if no merges produce it.
             "ignore_merges": rule is _LLAMA3,
             "merges": [merge.split(" ") for merge in merges],
         },
@@ -232,14 +232,14 @@ def _byte_level(
 
 
 def _sentencepiece(values: _Values, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    """SentencePiece's BPE: the pair whose piece has the best score merges first."""
+    """SentencePiece's BPE: the pair whose merged piece has the highest score merges first."""
     scores = values.get("scores", float, [])
     if len(scores) != len(tokens):
         raise _incomplete(values.source, tokens, f"{len(scores)} scores", "a score for each token")
     space = values.get("add_space_prefix", bool, True)
     escape = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    # Every stretch between special tokens gets its own prefix, as in llama.cpp and in the
-    # tokenizer.json that Llama-2 was published with.
+    # Every text between special tokens gets the prefix, as in llama.cpp and in the tokenizer.json
+    # of Llama-2.
     prefix = [{"type": "Prepend", "prepend": "▁"}] if space else []
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -259,7 +259,7 @@ def _sentencepiece(values: _Values, tokens: Sequence[str], types: Sequence[int])
         for cut in range(1, len(piece))
         if piece[:cut] in pieces and piece[cut:] in pieces
     ]
-    # Pieces that a user defined stay whole, and are no end of a stretch.
+    # User-defined pieces are never split, and do not separate texts like special tokens.
     own = [token for token, t in zip(tokens, types, strict=True) if t == _USER_DEFINED]
     whole = "|".join(re.escape(token) for token in sorted(own, key=len, reverse=True))
     split = {"type": "Split", "pattern": {"Regex": whole}, "behavior": "Isolated", "invert": False}
@@ -278,7 +278,7 @@ def _sentencepiece(values: _Values, tokens: Sequence[str], types: Sequence[int])
 
 
 def _chat_template(metadata: Mapping[str, Any], source: str) -> ChatTemplate | None:
-    """Finds the template of a file, or several by name."""
+    """Reads the template of a file, or several by name."""
     key = "tokenizer.chat_template"
     names = metadata.get("tokenizer.chat_templates", [])
     keys = {"default": key} | {str(name): f"{key}.{name}" for name in names}
@@ -289,7 +289,7 @@ def _chat_template(metadata: Mapping[str, Any], source: str) -> ChatTemplate | N
                 f"{source}: metadata `{keys[name]}` is {str(template)[:60]}, wanted one str. "
                 "Convert the model again with a current llama.cpp."
             )
-    return alone_or_named(found) if found else None
+    return single_or_named(found) if found else None
 
 
 def _incomplete(source: str, tokens: Sequence[str], has: str, wanted: str) -> ValueError:
@@ -302,7 +302,7 @@ def _incomplete(source: str, tokens: Sequence[str], has: str, wanted: str) -> Va
 def _post_processor(
     bos: tuple[str, int] | None, eos: tuple[str, int] | None
 ) -> dict[str, Any] | None:
-    """Puts BOS before every text and EOS after it, where they are given."""
+    """Adds BOS before and EOS after every text, where they are given."""
     if bos is None and eos is None:
         return None
 

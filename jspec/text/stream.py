@@ -1,19 +1,19 @@
-"""Text that arrives token by token."""
+"""Incremental decoding of text."""
 
 from collections.abc import Callable, Iterable
 
 
 class TextStream:
-    """Decodes tokens as they come, never half a character.
+    """Decodes tokens incrementally, in whole characters.
 
-    On text, the parts together are what decoding all tokens at once gives. Bytes that are no text
-    become U+FFFD; where a SentencePiece vocabulary spells them, characters beside them are shown
-    as soon as they are whole, while decoding at once takes the whole run of bytes for no text.
-    `tokenizers.decoders.DecodeStream` gives the same parts, but never the last ones of a text that
-    ends within a character, and raises where such a run of bytes changes.
+    For valid UTF-8, the joined parts equal decoding all tokens at once. Invalid bytes become
+    U+FFFD; in a run of SentencePiece byte tokens, valid characters are returned as soon as they are
+    complete, where decoding at once takes the whole run for invalid.
+    `tokenizers.decoders.DecodeStream` gives the same parts, but no end of a text that ends within a
+    character, and raises where such a run changes.
 
     Args:
-      decode: turns token ids into text.
+      decode: converts token ids to text.
 
     Example:
       stream = tokenizer.stream()
@@ -27,7 +27,7 @@ class TextStream:
         self._num_shown = 0  # characters of the text of `_ids` that the caller has
 
     def push(self, ids: Iterable[int]) -> str:
-        """Returns the text that these tokens complete; "" while a character lacks bytes."""
+        """Returns the text that these tokens complete; "" while a character is incomplete."""
         new = [int(token) for token in ids if token >= 0]
         self._ids += new
         text = self._decode(self._ids)
@@ -38,7 +38,7 @@ class TextStream:
         return complete[shown:]
 
     def finish(self) -> str:
-        """Returns what was held back, with U+FFFD for bytes that are no character."""
+        """Returns the rest of the text, with U+FFFD for an incomplete character."""
         rest = self._decode(self._ids)[self._num_shown :]
         self._ids, self._num_shown = [], 0
         return rest

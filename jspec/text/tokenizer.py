@@ -1,11 +1,10 @@
-"""Text to tokens and back, as the model's own tokenizer.json says it."""
+"""Encoding and decoding of text with a model's tokenizer.json and chat template."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jspec._checks import read_json
+from jspec._checks import read_json, warn
 from jspec.text.chat import ChatTemplate, Messages, render_chat
 from jspec.text.files import read_text_files, special_tokens, token_text
 from jspec.text.stream import TextStream
@@ -25,7 +24,7 @@ class Tokenizer:
         chat_template: ChatTemplate | None = None,
         config: Mapping[str, Any] | None = None,
     ):
-        """Takes over a tokenizer, which is changed to what `config` adds to it.
+        """Wraps a tokenizer, and adds the settings and tokens of `config` to it.
 
         Args:
           inner: a `tokenizers.Tokenizer`.
@@ -39,7 +38,7 @@ class Tokenizer:
         self._wants_bos = config.get("add_bos_token") is True
         _add_tokens(inner, config, self.special_tokens)
         inner.encode_special_tokens = config.get("split_special_tokens") is True
-        inner.no_truncation()  # some files keep what their training ended with
+        inner.no_truncation()  # some files have the setting of their training
         inner.no_padding()
 
     @classmethod
@@ -103,23 +102,21 @@ class Tokenizer:
 
         Args:
           text: any text.
-          add_special: whether to add what the tokenizer starts or ends every text with, such as
-            BOS. Its tokenizer.json decides; `add_bos_token` of tokenizer_config.json has no effect
-            beside it, as in transformers 5, and a warning tells where the two differ.
+          add_special: whether to add the special tokens that tokenizer.json adds to every text,
+            such as BOS. `add_bos_token` of tokenizer_config.json is not applied, as in transformers
+            5, with a warning where the two differ.
 
         Returns:
           Token ids. Bytes that the vocabulary lacks are left out (SmolLM2 lacks some control
-          characters); all other text comes back from `decode(ids, keep_special=True)`.
+          characters); `decode(ids, keep_special=True)` restores all other text.
         """
         ids = self._inner.encode(text, add_special_tokens=add_special).ids
         bos = self.special_tokens.get("bos_token")
         if add_special and self._wants_bos and bos is not None:
             if ids[:1] != [self._inner.token_to_id(bos)]:
-                warnings.warn(
+                warn(
                     "tokenizer_config.json says add_bos_token, and tokenizer.json, which decides, "
-                    f"does not add it. Begin the text with {bos!r} to have it.",
-                    UserWarning,
-                    stacklevel=2,
+                    f"does not add it. Begin the text with {bos!r} to have it."
                 )
         return ids
 
@@ -128,7 +125,7 @@ class Tokenizer:
 
         Args:
           ids: tokens of any integer type.
-          keep_special: whether special tokens are spelled out rather than left out.
+          keep_special: whether the text includes special tokens.
 
         Returns:
           The text; bytes that are no UTF-8 become U+FFFD.
@@ -137,36 +134,33 @@ class Tokenizer:
         return self._inner.decode(kept, skip_special_tokens=not keep_special)
 
     def stream(self, *, keep_special: bool = False) -> TextStream:
-        """Starts decoding a text that arrives token by token."""
+        """Returns an incremental decoder."""
         return TextStream(lambda ids: self.decode(ids, keep_special=keep_special))
 
     def chat(self, prompt: str | Messages, *, template: str | None = None) -> list[int]:
-        """Encodes a question, or a conversation, so that the model answers next.
+        """Encodes a text or a conversation with the chat template and a generation prompt.
 
-        The tokens are those of transformers' `apply_chat_template` with a generation prompt. A text
-        for a model without a chat template is encoded as it stands, with what the tokenizer adds by
-        itself, and a warning says so.
+        The tokens are those of transformers' `apply_chat_template`. A text for a model without a
+        chat template is encoded unchanged, with the special tokens of tokenizer.json and a warning.
 
         Args:
           prompt: the user's text, or messages with a role and a content each.
-          template: which one, where the model has several by name; `default` by default.
+          template: name of the template, where the model has several; `default` by default.
 
         Returns:
           Token ids.
 
         Raises:
-          ImportError, ValueError: as `render_chat`; messages have no form without a template.
+          ImportError, ValueError: as `render_chat`; messages need a template.
 
         Example:
           tokenizer.chat("What is the capital of France?")
         """
         if isinstance(prompt, str):
             if not self.chat_template and template is None:
-                warnings.warn(
+                warn(
                     "the model has no chat template: the text is continued as it stands. Pass a "
-                    "template (--chat-template FILE), or say that this is wanted (--raw).",
-                    UserWarning,
-                    stacklevel=2,
+                    "template (--chat-template FILE), or say that this is wanted (--raw)."
                 )
                 return self.encode(prompt, add_special=True)
             prompt = [{"role": "user", "content": prompt}]
@@ -175,7 +169,7 @@ class Tokenizer:
 
 
 def _add_tokens(inner: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Adds the tokens that tokenizer_config.json names and tokenizer.json does not have as such."""
+    """Adds tokens of tokenizer_config.json that tokenizer.json lacks, or lacks as special ones."""
     from tokenizers import AddedToken
 
     present = {token.content: token.special for token in inner.get_added_tokens_decoder().values()}

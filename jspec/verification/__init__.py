@@ -1,1 +1,1 @@
-"""Which drafts are kept: greedy, rejection sampling, and the sampling they rest on."""
+"""Verification of drafts: greedy, rejection sampling, and seeded sampling from the target."""

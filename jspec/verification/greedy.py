@@ -1,4 +1,4 @@
-"""Verification: which drafts the target agrees with."""
+"""Verification by exact match: a draft is kept if it equals the target's own token."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,7 +18,7 @@ def greedy(
 
     Args:
       logits: row j is the target's prediction after j drafts; W = K + 1.
-      drafts: PAD after the last; an id that is no token is never accepted.
+      drafts: PAD after the last; an id outside the vocabulary is never accepted.
       num_drafts: drafts of each request; later columns are ignored.
 
     Returns:
@@ -38,11 +38,11 @@ def greedy(
 def chain(
     chosen: Int[Array, "B W"], drafts: Int[Array, "B K"], num_drafts: Int[Array, "B"]
 ) -> tuple[Verified, Int[Array, "B"]]:
-    """Keeps the longest prefix of drafts that equals what the target chose.
+    """Keeps the longest prefix of drafts that equals the target's tokens.
 
     Args:
-      chosen: entry j is the target's token after j drafts: its best, or one drawn from its
-        distribution. Either way the kept tokens are those that it chooses without drafts.
+      chosen: entry j is the target's token after j drafts: its argmax, or one sampled from its
+        distribution. Either way the kept tokens are those of decoding without drafts.
       drafts, num_drafts: as `greedy`.
 
     Returns:
@@ -63,15 +63,15 @@ def tree(
     *,
     depth: int,
 ) -> tuple[Verified, Int[Array, "B J"], Int[Array, "B"]]:
-    """Walks down a tree of drafts as long as a child equals what the target chose.
+    """Keeps the path of a tree of drafts whose nodes equal the target's tokens.
 
     In: chosen [[5 6 7 8]], drafts [[4 5 6]], parents [[-1 -1 1]], depth 2.
-    Out: tokens [[5 7 -1]], path [[1 -1]], num_accepted [1]: after node 1 the target chose 7.
+    Out: tokens [[5 7 -1]], path [[1 -1]], num_accepted [1]: the target's token after node 1 is 7.
 
     Args:
-      chosen: the target's token after the root, then after each node; X1 = X + 1. Its best token,
-        or one drawn from its distribution there: for drafts that follow from the context alone
-        either is lossless, since the kept tokens are those that it chooses without drafts.
+      chosen: the target's token after the root, then after each node; X1 = X + 1. Its argmax, or
+        one sampled from its distribution there: either is lossless for drafts that depend on the
+        context alone, as the kept tokens are those of decoding without drafts.
       drafts: a token per node; PAD is never accepted.
       parents: node that each node follows; PAD for the root.
       num_drafts: nodes of each request; later columns are ignored.
@@ -83,7 +83,7 @@ def tree(
       equal siblings the first is taken.
 
     Raises:
-      ValueError: the shapes do not fit together.
+      ValueError: the shapes contradict each other.
     """
     B, X = drafts.shape
     if chosen.shape != (B, X + 1) or parents.shape != (B, X):
@@ -98,12 +98,12 @@ def tree(
     token = chosen[:, 0]
     tokens, path = [token], []
     for _ in range(depth):
-        fits = is_node & (parents == at[:, None]) & (drafts == token[:, None])
-        on_path &= fits.any(axis=1)
-        at = jnp.where(on_path, jnp.argmax(fits, axis=1).astype(jnp.int32), PAD_TOKEN)
+        matches = is_node & (parents == at[:, None]) & (drafts == token[:, None])
+        on_path &= matches.any(axis=1)
+        at = jnp.where(on_path, jnp.argmax(matches, axis=1).astype(jnp.int32), PAD_TOKEN)
         token = jnp.take_along_axis(chosen, at[:, None] + 1, axis=1, mode="clip")[:, 0]
         tokens.append(jnp.where(on_path, token, PAD_TOKEN))
         path.append(at)
-    steps = jnp.stack(path, axis=1)  # [B, J]
-    num_accepted = (steps != PAD_TOKEN).sum(axis=1, dtype=jnp.int32)
-    return Verified(tokens=jnp.stack(tokens, axis=1)), steps, num_accepted
+    nodes = jnp.stack(path, axis=1)  # [B, J]
+    num_accepted = (nodes != PAD_TOKEN).sum(axis=1, dtype=jnp.int32)
+    return Verified(tokens=jnp.stack(tokens, axis=1)), nodes, num_accepted

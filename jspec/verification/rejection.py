@@ -1,15 +1,15 @@
 """Rejection sampling of drafts, token by token or by block.
 
-A draft is kept with a probability that leaves the output distributed as the target's own samples.
-`rejection`, `block` and `synthetic` take their random numbers as arguments; `sampled` draws them
-from the seed and the position of each request. A uniform number u lies in (0, 1], and a draft is
-kept if u is at most its probability and that is above 0: probability 0 is never kept, 1 always,
-even if a caller's numbers include 0. Sources: arXiv 2211.17192 and 2403.10444.
+The output has the distribution of tokens that are sampled from the target without drafts.
+`rejection`, `block` and `synthetic` take their random numbers as arguments; `sampled` generates
+them from the seed and the position of each request. A draft is kept if its uniform number in (0, 1]
+is at most its acceptance probability and that is above 0: a draft of probability 0 is never kept,
+even if the uniform number is 0. Sources: arXiv 2211.17192 and 2403.10444.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,13 @@ from jspec.state import Verified
 from jspec.verification import sampling
 
 TARGET_STREAM = 0
-"""Random numbers of the target's tokens: the same as in plain sampling."""
+"""Random stream of the target's tokens, the same as without drafts."""
 
 _TEST_STREAM = 2
-"""Random numbers that drafts are tested with; stream 1 draws the drafts."""
+"""Random stream of the acceptance tests; the drafts themselves are drawn from stream 1."""
 
 _SEED_STREAM = 3
-"""Random numbers that become seeds."""
+"""Random stream of new seeds."""
 
 
 def rejection(
@@ -47,62 +47,56 @@ def rejection(
     [[1 2 4]]. Out: tokens [[0 2 -1]], num_accepted [1]: .6 < .7, and .3 * 4 beats .1 * 1.
 
     Args:
-      logits: row j is the target's prediction after j drafts; W = K + 1. Constraints are in it
-        (see `jspec.verification.sampling.constrain`), the temperature is not. Makes p.
-      drafts: PAD after the last; an id that is no token is rejected.
+      logits: row j is the target's prediction after j drafts; W = K + 1. Top-k, top-p and min-p
+        are applied already (see `jspec.verification.sampling.constrain`), the temperature is not.
+        The target's distribution p is computed from it.
+      drafts: PAD after the last; an id outside the vocabulary is rejected.
       num_drafts: drafts of each request; later columns are ignored.
-      temperature: of each request, as `sampling.draw`; where it is greedy, drafts are kept that
-        equal the best token, of equals the lowest id.
+      temperature: of each request, as `sampling.draw`; a greedy request keeps drafts that equal the
+        argmax, the lowest id on ties.
       uniform: a number in (0, 1] per draft.
-      exponential: Exp(1) noise that the token after the kept drafts is drawn with. N = W: a row for
-        each place it may have; N = 1: one for all of them.
-      probs: what each draft was drawn from (q), over the target's vocabulary; None where drafts
-        follow from the context alone.
-      bonus: token of requests whose drafts were all kept, where it was drawn before.
+      exponential: Exp(1) noise that the token after the kept drafts is sampled with. N = W: a row
+        for each column of that token; N = 1: one row for all columns.
+      probs: the drafter's distribution of each draft (q), over the target's vocabulary; None where
+        drafts depend on the context alone (one-hot q).
+      bonus: token of requests whose drafts were all kept, where it was sampled beforehand.
 
     Returns:
       (verified, num_accepted): kept drafts and then a token of the target, PAD after it; how many
-      drafts were kept. The token comes from max(p - q, 0) where a draft failed, from p elsewhere.
+      drafts were kept. The token is sampled from max(p - q, 0) after a rejected draft, else from p.
 
     Raises:
-      ValueError: the shapes do not fit together.
+      ValueError: the shapes contradict each other.
 
     Source: vLLM v1/sample/rejection_sampler.py, rejection_sample and sample_recovered_tokens.
     """
-    step = _read("rejection", logits, drafts, num_drafts, temperature, uniform, probs)
-    return _emit(step, _test_each(step, uniform), exponential, bonus)
+    inputs = (temperature, uniform, exponential, probs, bonus)
+    step = _read("rejection", logits, drafts, num_drafts, *inputs)
+    return _emit(step, _test_each(step))
 
 
 def block(
     logits: Float[Array, "B W V"],
     drafts: Int[Array, "B K"],
     num_drafts: Int[Array, "B"],
-    *,
-    temperature: Float[Array, "B"],
-    uniform: Float[Array, "B K"],
-    exponential: Float[Array, "B N V"],
-    probs: Float[Array, "B K V"] | None = None,
-    bonus: Int[Array, "B"] | None = None,
+    **inputs: Any,
 ) -> tuple[Verified, Int[Array, "B"]]:
     """Keeps the longest prefix of drafts that passes a test of the whole prefix.
 
-    A draft that fails by itself may be kept with those after it. So at least as many drafts are
-    kept as by `rejection`, on average.
+    A draft that `rejection` rejects may be kept together with those after it. On average at least
+    as many drafts are kept as by `rejection`.
 
     In: p [[.5 .3 .2] [.1 .6 .3] ...], q [[.25 .5 .25] [.2 .5 .3]], drafts [[1 1]], uniform
     [[.5 .6]]. The prefixes pass with probabilities 0 and min(1, .6 * 1.2) = .72. Out: num_accepted
     [2].
 
-    Args:
-      uniform: as in `rejection`, but drawn anew in every step: drafts after the kept ones were
-        tested, too, and the next step's must not depend on that.
-
-    Other Args, Returns, Raises: as `rejection`.
+    Args, Returns, Raises: as `rejection`. But `uniform` must be generated anew for every step: the
+      numbers of rejected drafts are used, too, and the next step's must be independent of them.
 
     Source: arXiv 2403.10444; vLLM v1/worker/gpu/spec_decode/rejection_sampler_utils.py.
     """
-    step = _read("block", logits, drafts, num_drafts, temperature, uniform, probs)
-    return _emit(step, _test_block(step, uniform), exponential, bonus)
+    step = _read("block", logits, drafts, num_drafts, **inputs)
+    return _emit(step, _test_block(step))
 
 
 def synthetic(
@@ -111,44 +105,40 @@ def synthetic(
     num_drafts: Int[Array, "B"],
     *,
     rates: Float[AnyArray, "K"],
-    temperature: Float[Array, "B"],
-    uniform: Float[Array, "B K"],
-    exponential: Float[Array, "B N V"],
-    probs: Float[Array, "B K V"] | None = None,
-    bonus: Int[Array, "B"] | None = None,
+    **inputs: Any,
 ) -> tuple[Verified, Int[Array, "B"]]:
-    """Keeps drafts at given rates, whatever they are: for load tests, the text means nothing.
+    """Keeps drafts at given rates, whatever their tokens: for load tests, not for real text.
 
     Args:
-      rates: from `synthetic_rates`: probability of each draft, once those before it were kept.
+      rates: from `synthetic_rates`: acceptance probability of each draft, given that those before
+        it were kept.
 
     Other Args, Returns, Raises: as `rejection`.
 
     Source: vLLM v1/sample/rejection_sampler.py, synthetic mode.
     """
-    step = _read("synthetic", logits, drafts, num_drafts, temperature, uniform, probs)
+    step = _read("synthetic", logits, drafts, num_drafts, **inputs)
     rates = jnp.asarray(rates, jnp.float32)[None]
-    kept = _Kept.prefix(step.is_token & _happens(rates, uniform))
-    return _emit(step, kept, exponential, bonus)
+    return _emit(step, _Kept.prefix(step.is_token & _passes(rates, step.uniform)))
 
 
 def synthetic_rates(
     num_drafts: int, *, rates: Sequence[float] | None = None, length: float | None = None
 ) -> np.ndarray:
-    """Converts wanted acceptance rates to the conditional rates that `synthetic` takes.
+    """Converts unconditional acceptance rates to the conditional ones that `synthetic` takes.
 
     In: num_drafts 3, rates [.9 .6 .3]. Out: [.9 .667 .5]. In: length 2.5. Out: [1 .5 0].
 
     Args:
       num_drafts: K.
-      rates: share of all steps that keep each draft: K numbers in 0..1 that do not grow.
-      length: in the place of `rates`: mean tokens of a step, 1..K + 1.
+      rates: share of all steps that keep each draft: K non-increasing numbers in 0..1.
+      length: instead of `rates`: mean tokens of a step, 1..K + 1.
 
     Returns:
       float32 [K]: rates among the steps that kept all drafts before.
 
     Raises:
-      ValueError: not exactly one of `rates` and `length` is given, or it is no such thing.
+      ValueError: not exactly one of `rates` and `length` is given, or it is out of range.
     """
     if (rates is None) == (length is None):
         raise ValueError(
@@ -188,42 +178,42 @@ def sampled(
     position: Int[Array, "B"],
     probs: Float[Array, "B K V"] | None = None,
 ) -> tuple[Verified, Int[Array, "B"]]:
-    """Verifies drafts with random numbers that follow from each request's seed and position.
+    """Verifies drafts with random numbers that are functions of each request's seed and position.
 
     So a request's tokens depend neither on other requests nor on padding. A step without drafts
-    gives the token that plain sampling draws.
+    gives the token that sampling without drafts gives.
 
     Args:
       method: "rejection" or "block".
       logits, drafts, num_drafts, temperature, probs: as `rejection`.
       seed: of each request.
-      position: place of the first token that the step gives, in the request.
+      position: of the first token that the step gives.
 
     Returns, Raises: as `rejection`.
     """
     keys = sampling.keys(seed, position, stream=_TEST_STREAM)
     columns = jnp.arange(drafts.shape[1], dtype=jnp.int32)
 
-    def test_number(key: Array, column: Array) -> Array:  # does not depend on K; in (0, 1]
+    def uniform_of(key: Array, column: Array) -> Array:  # independent of K; in (0, 1]
         return 1 - jax.random.uniform(jax.random.fold_in(key, column), dtype=jnp.float32)
 
-    uniform = jax.vmap(jax.vmap(test_number, (None, 0)), (0, None))(keys, columns)  # [B, K]
-    step = _read("sampled", logits, drafts, num_drafts, temperature, uniform, probs)
-    kept = _TESTS[method](step, uniform)
-    place = position + kept.num_accepted
-    noise = sampling.gumbel(seed, place, logits.shape[-1], stream=TARGET_STREAM)
-    return _emit(step, kept, jnp.exp(-noise)[:, None], None)
+    uniform = jax.vmap(jax.vmap(uniform_of, (None, 0)), (0, None))(keys, columns)  # [B, K]
+    step = _read("sampled", logits, drafts, num_drafts, temperature, uniform, None, probs)
+    kept = _TESTS[method](step)
+    last = position + kept.num_accepted
+    noise = sampling.gumbel(seed, last, logits.shape[-1], stream=TARGET_STREAM)
+    return _emit(step._replace(exponential=jnp.exp(-noise)[:, None]), kept)
 
 
 def draft_seed(seed: Int[AnyArray, "B"], position: Int[AnyArray, "B"]) -> Int[Array, "B"]:
-    """Returns new seeds in every step, for drafts that are verified by block.
+    """Returns seeds for the next step's drafts, where drafts are verified by `block`.
 
-    `block` tests drafts after those that it keeps. Drawn again with the same random numbers in the
-    next step, they would depend on that test, and the output would be biased.
+    `block` also uses the random numbers of drafts that it rejects. If the next step sampled those
+    drafts with the same seed, they would depend on that test, and the output would be biased.
 
     Args:
       seed: of each request.
-      position: place of the first token that the last step gave.
+      position: of the first token that the last step gave.
     """
     keys = sampling.keys(seed, position, stream=_SEED_STREAM)
     bits = jax.vmap(functools.partial(jax.random.bits, dtype=jnp.uint32))(keys)
@@ -238,7 +228,7 @@ def parse_output(
     In: tokens [[1 2 -1] [3 -1 4] [9 10 11]], vocab_size 10, discard [0]. Out: [[], [3 4], [9]].
 
     Args:
-      tokens: int [B, W]; PAD and ids at or above `vocab_size` are left out, wherever they stand.
+      tokens: int [B, W]; PAD and ids at or above `vocab_size` are left out in every column.
       vocab_size: V.
       discard: rows whose tokens do not count.
 
@@ -251,24 +241,27 @@ def parse_output(
 
 
 class _Step(NamedTuple):
-    """A step's drafts, with their probabilities for target and drafter."""
+    """A step's drafts, their probabilities under target and drafter, and the random numbers."""
 
     target: Float[Array, "B W V"]  # p
     best: Int[Array, "B W"]
     is_random: Bool[Array, "B 1"]
     drafts: Int[Array, "B K"]
     num_drafts: Int[Array, "B"]
-    is_token: Bool[Array, "B K"]  # drafts up to the first that is none
+    is_token: Bool[Array, "B K"]  # drafts before the first id outside the vocabulary
     p: Float[Array, "B K"]  # the target's probability of each draft
     q: Float[Array, "B K"]  # the drafter's
     probs: Float[Array, "B K V"] | None
+    uniform: Float[Array, "B K"]
+    exponential: Float[Array, "B N V"] | None
+    bonus: Int[Array, "B"] | None
 
 
 class _Kept(NamedTuple):
-    """How many drafts are kept, and the weight of p against q in what comes after them."""
+    """How many drafts are kept, and the factor of p in the residual max(factor * p - q, 0)."""
 
     num_accepted: Int[Array, "B"]
-    weight: Float[Array, "B"]
+    factor: Float[Array, "B"]
 
     @classmethod
     def prefix(cls, passes: Bool[Array, "B K"]) -> "_Kept":
@@ -282,9 +275,11 @@ def _read(
     logits: Array,
     drafts: Array,
     num_drafts: Array,
-    temperature: Array,
-    uniform: Array,
-    probs: Array | None,
+    temperature: Float[Array, "B"],
+    uniform: Float[Array, "B K"],
+    exponential: Float[Array, "B N V"] | None,
+    probs: Array | None = None,
+    bonus: Int[Array, "B"] | None = None,
 ) -> _Step:
     """Checks the shapes and looks up the probabilities of the drafts."""
     B, W, V = logits.shape if logits.ndim == 3 else (-1, -1, -1)
@@ -319,21 +314,24 @@ def _read(
         p=jnp.take_along_axis(target[:, :-1], index, axis=2, mode="clip")[:, :, 0],
         q=q,
         probs=probs,
+        uniform=uniform,
+        exponential=exponential,
+        bonus=bonus,
     )
 
 
-def _happens(probability: Array, uniform: Array) -> Array:
-    """Compares probabilities with numbers in (0, 1]; 0 never happens, even where a number is 0."""
+def _passes(probability: Array, uniform: Array) -> Array:
+    """Tests probabilities with numbers in (0, 1]; probability 0 fails, even if a number is 0."""
     return (probability > 0) & (uniform <= probability)
 
 
-def _test_each(step: _Step, uniform: Array) -> _Kept:
+def _test_each(step: _Step) -> _Kept:
     ratio = jnp.where(step.q > 0, step.p / jnp.where(step.q > 0, step.q, 1), 0)
-    keeps = jnp.where(step.is_random, _happens(ratio, uniform), _is_best(step))
+    keeps = jnp.where(step.is_random, _passes(ratio, step.uniform), _is_best(step))
     return _Kept.prefix(step.is_token & keeps)
 
 
-def _test_block(step: _Step, uniform: Array) -> _Kept:
+def _test_block(step: _Step) -> _Kept:
     B, K = step.drafts.shape
     weights = [jnp.ones(B, jnp.float32)]
     for i in range(K):
@@ -347,12 +345,12 @@ def _test_block(step: _Step, uniform: Array) -> _Kept:
         gain = weight[:, :-1, None] * step.target[:, :-1] - step.probs
         gain = jnp.maximum(gain, 0).sum(axis=-1)  # [B, K, V] -> [B, K]
     least = gain + 1 - weight[:, :-1]
-    chance = jnp.where(least > 0, gain / jnp.where(least > 0, least, 1), 1)
-    chance = jnp.concatenate([chance[:, 1:], weight[:, -1:]], axis=1)[:, :K]  # of prefixes 1..K
+    prob = jnp.where(least > 0, gain / jnp.where(least > 0, least, 1), 1)
+    prob = jnp.concatenate([prob[:, 1:], weight[:, -1:]], axis=1)[:, :K]  # of prefixes 1..K
     length = jnp.arange(1, K + 1, dtype=jnp.int32)[None]
     num_tokens = step.is_token.sum(axis=1, dtype=jnp.int32)[:, None]
-    chance = jnp.where(length == num_tokens, weight[:, 1:], chance)
-    passes = _happens(chance, uniform) & (length <= num_tokens)
+    prob = jnp.where(length == num_tokens, weight[:, 1:], prob)
+    passes = _passes(prob, step.uniform) & (length <= num_tokens)
     count = jnp.max(jnp.where(passes, length, 0), axis=1, initial=0)
     greedy = _Kept.prefix(step.is_token & _is_best(step)).num_accepted
     count = jnp.where(step.is_random[:, 0], count, greedy)
@@ -367,10 +365,9 @@ def _is_best(step: _Step) -> Bool[Array, "B K"]:
     return step.drafts == step.best[:, :-1]
 
 
-def _emit(
-    step: _Step, kept: _Kept, exponential: Array, bonus: Array | None
-) -> tuple[Verified, Int[Array, "B"]]:
-    """Draws the token after the kept drafts."""
+def _emit(step: _Step, kept: _Kept) -> tuple[Verified, Int[Array, "B"]]:
+    """Samples the token after the kept drafts."""
+    assert step.exponential is not None
     B, W, V = step.target.shape
     at = kept.num_accepted[:, None]
 
@@ -384,18 +381,19 @@ def _emit(
         q = jax.nn.one_hot(here(drafts[:, :, None])[:, 0], V, dtype=jnp.float32)
     else:
         q = here(step.probs)
-    failed = jnp.pad(step.is_token, ((0, 0), (0, 1)))
-    failed = jnp.take_along_axis(failed, at, axis=1, mode="clip")  # [B, 1]
-    rest = jnp.maximum(kept.weight[:, None] * p - jnp.where(failed, q, 0), 0)
-    # Rounding may reject a draft although p = q; the residual is 0 then, and p takes its place.
+    rejected = jnp.pad(step.is_token, ((0, 0), (0, 1)))
+    rejected = jnp.take_along_axis(rejected, at, axis=1, mode="clip")  # [B, 1]
+    rest = jnp.maximum(kept.factor[:, None] * p - jnp.where(rejected, q, 0), 0)
+    # Rounding may reject a draft although p = q; the residual is 0 then, and p replaces it.
     rest = jnp.where(rest.max(axis=1, keepdims=True) > 0, rest, p)
     # A score may underflow to 0; tokens of probability 0 stay below that.
-    scores = jnp.where(rest > 0, rest / here(exponential), -1)
+    scores = jnp.where(rest > 0, rest / here(step.exponential), -1)
     token = jnp.argmax(scores, axis=1).astype(jnp.int32)
     best = jnp.take_along_axis(step.best, at, axis=1, mode="clip")[:, 0]
     token = jnp.where(step.is_random[:, 0], token, best)
-    if bonus is not None:
-        token = jnp.where(kept.num_accepted == step.num_drafts, bonus.astype(jnp.int32), token)
+    if step.bonus is not None:
+        bonus = step.bonus.astype(jnp.int32)
+        token = jnp.where(kept.num_accepted == step.num_drafts, bonus, token)
     column = jnp.arange(W, dtype=jnp.int32)[None]
     tokens = jnp.where(column < at, drafts, jnp.where(column == at, token[:, None], PAD_TOKEN))
     return Verified(tokens=tokens.astype(jnp.int32)), kept.num_accepted

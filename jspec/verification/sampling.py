@@ -1,4 +1,4 @@
-"""Seeded sampling: draws depend on a request's seed and positions alone, not on its batch."""
+"""Seeded sampling: tokens are functions of a request's seed and positions, not of its batch."""
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +16,21 @@ def draw(
     *,
     stream: int,
 ) -> Int[Array, "B"]:
-    """Draws a token from each row's softmax; neither its neighbours nor the bucket matter.
+    """Samples a token from each row's softmax, independently of other rows and of padding.
 
     Args:
       logits: scores of every token.
-      temperature: anything but a normal number above 0 takes the best token, the lowest id on
-        ties: 0, negative, NaN, below 1.2e-38 (some devices read such numbers as 0).
+      temperature: anything but a normal number above 0 takes the argmax, the lowest id on ties: 0,
+        negative, NaN, below 1.2e-38 (some devices flush such numbers to 0).
       seed: of the request.
-      position: place of the drawn token in its request; a place draws once a stream.
-      stream: who draws: drafts and verification must not share their random numbers.
+      position: of the sampled token in its request; used once per stream.
+      stream: random stream: drafts and verification must not share their random numbers.
 
     Returns:
       A token of each row; 0 of a row with NaN.
 
     Source: the Gumbel-max trick, arXiv 1611.01144.
     """
-
     scores, is_random = _scores(logits, temperature)
     noisy = scores + gumbel(seed, position, logits.shape[1], stream=stream)
     return jnp.argmax(jnp.where(is_random, noisy, scores), axis=-1).astype(jnp.int32)
@@ -40,7 +39,7 @@ def draw(
 def gumbel(
     seed: Int[AnyArray, "B"], position: Int[AnyArray, "B"], size: int, *, stream: int
 ) -> Float[Array, "B size"]:
-    """Returns the noise that `draw` adds to scores: a row's own, and below infinity.
+    """Returns the finite Gumbel noise that `draw` adds to each row's scores.
 
     Args:
       seed, position, stream: as `draw`.
@@ -54,7 +53,7 @@ def gumbel(
 
 
 def keys(seed: Int[AnyArray, "B"], position: Int[AnyArray, "B"], *, stream: int) -> Array:
-    """Returns the random key of each request's place; `seed`, `position`, `stream`: as `draw`."""
+    """Returns the random key of each row; `seed`, `position`, `stream`: as `draw`."""
 
     def one(seed: Array, position: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), stream)
@@ -69,24 +68,22 @@ def constrain(
     top_p: Float[AnyArray, "B"] | None = None,
     min_p: Float[AnyArray, "B"] | None = None,
 ) -> Float[Array, "B V"]:
-    """Takes the tokens that a request must not get out of its distribution, as vLLM does.
+    """Masks logits by min-p, then top-k, then top-p, as vLLM does.
 
-    First goes what `min_p` excludes, then what `top_k` does, then what `top_p` does of the chances
-    that are left. In: chances [[.4 .3 .2 .1]], temperature [1], top_p [.7]. Out: ids 2 and 3 get
-    -inf.
+    In: probabilities [[.4 .3 .2 .1]], temperature [1], top_p [.7]. Out: ids 2 and 3 get -inf.
 
     Args:
       logits: scores of every token.
-      temperature: that the constraints hold at, as `draw`. Greedy rows stay as they are: no
-        constraint excludes the best token.
-      top_k: keeps that many tokens and what equals the last of them; below 1 and above V keep all.
-      top_p: keeps the fewest best tokens whose chances reach it, of equals the lowest ids first,
-        and at least one; numbers outside 0..1 and these two keep all.
-      min_p: keeps tokens with at least this part of the best one's chance; 0 keeps all.
+      temperature: that the constraints are evaluated at, as `draw`. Greedy rows are unchanged: no
+        constraint excludes the argmax.
+      top_k: keeps that many tokens and ties of the last of them; below 1 and above V keep all.
+      top_p: keeps the fewest most probable tokens whose probabilities sum up to it, the lowest ids
+        first on ties, and at least one; 0, 1 and numbers outside 0..1 keep all.
+      min_p: keeps tokens with at least this fraction of the highest probability; 0 keeps all.
 
     Returns:
-      The logits, not divided by the temperature, with -inf in the place of what is excluded: what
-      `draw` and `distribution` take, with the same temperature.
+      The logits, not divided by the temperature, with -inf for excluded tokens, for `draw` and
+      `distribution` with the same temperature.
 
     Source: vLLM v1/sample/logits_processor/builtin.py, MinPLogitsProcessor, and
       v1/sample/ops/topk_topp_sampler.py, apply_top_k_top_p.
@@ -94,9 +91,9 @@ def constrain(
     V = logits.shape[1]
     scores, is_random = _scores(logits, temperature)
     if min_p is not None:
-        chances = jax.nn.softmax(scores, axis=-1)
-        least = jnp.asarray(min_p, jnp.float32)[:, None] * chances.max(axis=-1, keepdims=True)
-        scores = jnp.where(chances < least, -jnp.inf, scores)
+        probs = jax.nn.softmax(scores, axis=-1)
+        least = jnp.asarray(min_p, jnp.float32)[:, None] * probs.max(axis=-1, keepdims=True)
+        scores = jnp.where(probs < least, -jnp.inf, scores)
     if top_k is not None or top_p is not None:
         order = jnp.argsort(scores, axis=-1, descending=True, stable=True)
         ranked = jnp.take_along_axis(scores, order, axis=-1, mode="clip")  # best first
@@ -118,22 +115,22 @@ def constrain(
 def distribution(
     logits: Float[Array, "B V"], temperature: Float[AnyArray, "B"]
 ) -> Float[Array, "B V"]:
-    """Returns what `draw` draws from; where that is no chance, all mass lies on its token."""
+    """Returns the distribution that `draw` samples from: one-hot at the argmax for greedy rows."""
     scores, is_random = _scores(logits, temperature)
-    certain = jax.nn.one_hot(jnp.argmax(scores, axis=-1), scores.shape[-1], dtype=jnp.float32)
+    one_hot = jax.nn.one_hot(jnp.argmax(scores, axis=-1), scores.shape[-1], dtype=jnp.float32)
     softmax = jax.nn.softmax(scores, axis=-1)
-    return jnp.where(is_random & ~jnp.isnan(softmax), softmax, certain)
+    return jnp.where(is_random & ~jnp.isnan(softmax), softmax, one_hot)
 
 
 def draws(temperature: Float[AnyArray, "..."]) -> Bool[Array, "..."]:
-    """Tells where tokens are drawn; elsewhere the best is taken. `temperature`: as `draw`."""
+    """Returns True where tokens are sampled, False where greedy. `temperature`: as `draw`."""
     return jnp.asarray(temperature, jnp.float32) >= np.finfo(np.float32).tiny
 
 
 def _scores(
     logits: Float[Array, "B V"], temperature: Float[AnyArray, "B"]
 ) -> tuple[Float[Array, "B V"], Bool[Array, "B 1"]]:
-    """Divides by the temperature; the best score is 0, so that a tiny one does not overflow."""
+    """Divides by the temperature, with a highest score of 0 so that nothing overflows."""
     temperature = jnp.asarray(temperature, jnp.float32)[:, None]
     is_random = draws(temperature)
     logits = logits.astype(jnp.float32)

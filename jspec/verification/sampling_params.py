@@ -1,4 +1,4 @@
-"""How the requests of a call are sampled: checked once, then laid out beside each step."""
+"""Sampling parameters: checked once a call, then gathered for the requests of each step."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from jspec.state import Scheduled
 
 
 class SamplingParams(NamedTuple):
-    """Numbers of each prompt; None where no prompt asks for any.
+    """Sampling parameters of each prompt; None where no prompt sets any.
 
     Attributes:
       temperature: float32; 0 is greedy.
-      seed: int32; a prompt's draws depend on it and on their positions alone.
+      seed: int32; a prompt's tokens depend on it and on their positions alone.
       top_k, top_p, min_p: see `jspec.verification.sampling.constrain`.
     """
 
@@ -49,7 +49,7 @@ def sampling_params(
     top_p: Any = None,
     min_p: Any = None,
 ) -> SamplingParams | None:
-    """Reads what users ask for: one number for all prompts, or one for each.
+    """Checks sampling arguments and broadcasts them: one number for all prompts, or one for each.
 
     Args:
       owner: function that the arguments were passed to.
@@ -64,8 +64,8 @@ def sampling_params(
       The numbers, None where everything is greedy.
 
     Raises:
-      ValueError: a number is out of range, their count is another than that of the prompts, or
-        there is no temperature that they could go with.
+      ValueError: a number is out of range, a list has another length than the prompts, or a
+        parameter is given without a temperature.
     """
     others = {"seed": seed, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     if temperature is None:
@@ -77,7 +77,10 @@ def sampling_params(
                 )
         return None
 
-    def read(name: str, value: Any, dtype: type, least: float, most: float) -> np.ndarray:
+    def read(name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        dtype, least, most, hint = _RANGES[name]
         is_int = np.issubdtype(dtype, np.integer)
         kind, wanted, form = ("iu", "an int", "d") if is_int else ("iuf", "a number", "g")
         try:
@@ -85,8 +88,8 @@ def sampling_params(
         except ValueError:  # lists of unequal lengths
             array = np.asarray(value, object)
         # Ints beyond int64 are objects, and an empty list is of floats.
-        fits = array.dtype.kind in kind or all(type(number) is int for number in array.flat)
-        if array.ndim > 1 or not fits:
+        is_valid = array.dtype.kind in kind or all(type(number) is int for number in array.flat)
+        if array.ndim > 1 or not is_valid:
             raise ValueError(
                 f"{owner}: `{name}` is {value!r}, wanted {wanted} for all prompts, or "
                 "a list of one for each."
@@ -101,28 +104,21 @@ def sampling_params(
         if bad.size:
             raise ValueError(
                 f"{owner}: `{name}` is {bad[0]}, wanted {wanted} from {least:{form}} to "
-                f"{most:{form}}. {_HINTS[name]}"
+                f"{most:{form}}. {hint}"
             )
         return np.broadcast_to(array.astype(dtype), num_prompts)
 
-    def optional(name: str, *limits: Any) -> np.ndarray | None:
-        return None if others[name] is None else read(name, others[name], *limits)
-
-    int32 = np.iinfo(np.int32)
-    return SamplingParams(
-        temperature=read("temperature", temperature, np.float32, 0, _MOST),
-        seed=read("seed", 0 if seed is None else seed, np.int32, int32.min, int32.max),
-        top_k=optional("top_k", np.int32, -1, int32.max),
-        top_p=optional("top_p", np.float32, _TINY, 1),
-        min_p=optional("min_p", np.float32, 0, 1),
-    )
+    given = {"temperature": temperature, **others, "seed": 0 if seed is None else seed}
+    return SamplingParams(**{name: read(name, value) for name, value in given.items()})
 
 
+_INT32 = np.iinfo(np.int32)
 _TINY, _MOST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
-_HINTS = {
-    "temperature": "0 is greedy.",
-    "seed": "Take the lowest 32 bits of it.",
-    "top_k": "0 and -1 keep every token.",
-    "top_p": "1 keeps every token; for the best one alone pass top_k=1.",
-    "min_p": "0 keeps every token.",
+_RANGES = {
+    "temperature": (np.float32, 0, _MOST, "0 is greedy."),
+    "seed": (np.int32, _INT32.min, _INT32.max, "Take the lowest 32 bits of it."),
+    "top_k": (np.int32, -1, _INT32.max, "0 and -1 keep every token."),
+    "top_p": (np.float32, _TINY, 1, "1 keeps every token; for the best one alone pass top_k=1."),
+    "min_p": (np.float32, 0, 1, "0 keeps every token."),
 }
+"""Dtype, least and highest value, and a hint for messages."""

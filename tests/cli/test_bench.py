@@ -166,7 +166,7 @@ def test_drafts_verified_by_chance_are_not_called_identical(folder, suite, capfd
     words = ["--model", folder, "--suite", suite, "--methods", "suffix", "--num-drafts", 2]
     words += ["--max-tokens", 6, "--temperature", 2.0, "--verification", "rejection", "--json"]
     monkeypatch.setattr(
-        benchmark, "step_times", lambda *args, **options: benchmark.StepTimes(None, None)
+        benchmark, "step_times", lambda *args, **options: dict(draft_ms=None, verify_ms=None)
     )
     assert run(*words) == 0
     rows = json.loads(capfd.readouterr().out)["methods"]

@@ -14,7 +14,7 @@ import safetensors.numpy
 
 import jspec
 from jspec import cli
-from jspec.checkpoint.export import disassemble, write_folder
+from jspec.checkpoint.export import write_folder
 from jspec.cli import convert as module
 from jspec.models import llama
 from jspec.models.config import ModelConfig
@@ -223,14 +223,15 @@ def test_a_drafter_whose_origin_cannot_be_written_leaves_nothing(tmp_path, capfd
     assert list(tmp_path.iterdir()) == []
 
 
-def test_params_that_the_rules_do_not_cover_are_named():
+def test_params_that_the_rules_do_not_cover_are_named(tmp_path):
     config = ModelConfig.tiny()
     params = llama.init_params(config, jax.random.key(0), "float32")
     with pytest.raises(ValueError, match="extra.*Take both from one model"):
-        dict(disassemble(params | {"extra": params["embed"]}, llama.rules(config)))
+        extra = params | {"extra": params["embed"]}
+        write_folder(tmp_path / "new", {}, extra, llama.rules(config), {})
     del params["norm"]
     with pytest.raises(ValueError, match="norm/weight"):
-        dict(disassemble(params, llama.rules(config)))
+        write_folder(tmp_path / "new", {}, params, llama.rules(config), {})
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 MODELS = GOLDEN / "models"
 SIZES = {"num_pages": 7, "page_size": 4, "max_model_len": 24, "dtype": "float32"}
 WORDS = ["--num-pages", "7", "--page-size", "4", "--max-model-len", "24", "--max-requests", "3"]
+NO_MEMORY = dict.fromkeys(("weights", "shared", "kv_pages", "buffers"), 0)
 HEADS = [
     ("eagle1_llama", "target_llama"),
     ("eagle3_llama", "target_llama"),
@@ -138,7 +139,7 @@ def test_nothing_but_two_tables_of_the_target_is_loaded(capfd, monkeypatch):
 
     seen = []
     monkeypatch.setattr(
-        inspection, "drafter_memory", lambda drafter, target, *_: seen.append(target) or _nothing()
+        inspection, "drafter_memory", lambda drafter, target, *_: seen.append(target) or NO_MEMORY
     )
     inspect(capfd, MODELS / "eagle3_llama", "--target", MODELS / "target_llama", *WORDS)
     arrays = [leaf for leaf in jax.tree.leaves(seen[0].params) if isinstance(leaf, jnp.ndarray)]
@@ -160,12 +161,6 @@ def test_a_saved_folder_without_a_config_says_so(text, message, tmp_path, capfd)
     assert message in capfd.readouterr().err
     with pytest.raises(ValueError, match=message):
         jspec.restore(tmp_path)
-
-
-def _nothing():
-    from jspec.cli.inspection import Memory
-
-    return Memory(0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def pipe_in(monkeypatch, data):
 
 
 def encode(tokenizer, texts, *, bad=None, **options):
-    asked = [prompts.Asked(text, f"row {i}") for i, text in enumerate(texts)]
+    asked = [prompts.CommandPrompt(text, f"row {i}") for i, text in enumerate(texts)]
     model = ModelConfig.tiny(vocab_size=128)
-    return prompts.encode(tokenizer, asked, bad or prompts.BadPrompts(), model=model, **options).ids
+    return prompts.encode(tokenizer, asked, bad or prompts.BadPrompts(), model=model, **options)[1]
 
 
 def test_texts_come_first_and_then_the_files_in_their_order(tmp_path):
@@ -117,12 +117,12 @@ def test_a_prompt_that_does_not_fit_the_model_is_named_or_skipped(text, match, c
     tokenizer = Tokenizer.from_json(character_tokenizer().to_str())
     options = {"raw": True, "vocab_sizes": [None, 120]}
     model = ModelConfig.tiny(vocab_size=128, max_positions=256)
-    asked = [prompts.Asked(t, f"row {i}") for i, t in enumerate(["a" * 255, text, "b"])]
+    asked = [prompts.CommandPrompt(t, f"row {i}") for i, t in enumerate(["a" * 255, text, "b"])]
     with pytest.raises(ValueError, match=match):
         prompts.encode(tokenizer, asked, prompts.BadPrompts(), model=model, **options)
     bad = prompts.BadPrompts(skip=True)
     kept = prompts.encode(tokenizer, asked, bad, model=model, **options)
-    assert kept == ([asked[0], asked[2]], [[97] * 255, [98]], 1)
+    assert kept == ([asked[0], asked[2]], [[97] * 255, [98]]) and bad.num_skipped == 1
     assert re.search(match, capfd.readouterr().err)
     with pytest.raises(ValueError, match="no prompt is left: 2 were skipped"):
         prompts.encode(tokenizer, asked[1:2], bad, model=model, **options)

@@ -4,7 +4,7 @@ import io
 import json
 
 from jspec.cli import streaming
-from jspec.cli.streaming import Ends, Progress, Records, Text
+from jspec.cli.streaming import EndDetector, Progress, Records, Text
 from jspec.text import Tokenizer
 from tests.support.text_models import character_tokenizer
 
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 def text(budgets, titles=None):
     tokenizer = Tokenizer.from_json(character_tokenizer().to_str())
     titles = titles or [f"prompt {i}" for i in range(len(budgets))]
-    return Text(tokenizer, Ends(budgets, [STOP]), titles)
+    return Text(tokenizer, EndDetector(budgets, [STOP]), titles)
 
 
 def ids(letters):
@@ -49,7 +49,7 @@ def test_prompts_decoded_together_are_shown_one_after_the_other(capsys):
 def test_each_prompt_is_a_line_of_json_as_soon_as_it_ends(capsys):
     tokenizer = Tokenizer.from_json(character_tokenizer().to_str())
     begun = [{"source": "a"}, {"source": "b"}]
-    records = Records(tokenizer, Ends([3, 3], [STOP]), begun, shown=True)
+    records = Records(tokenizer, EndDetector([3, 3], [STOP]), begun, shown=True)
     records(0, ids("xy"), 1)
     assert capsys.readouterr().out == ""
     records(1, [*ids("z"), STOP], 0)

@@ -13,7 +13,7 @@ from jspec.axes import PAD_SLOT, PAD_TOKEN
 from jspec.models import kv_cache as kv
 from jspec.models import llama
 from jspec.models.config import ModelConfig
-from jspec.runtime.scheduling import Rows, pack
+from jspec.runtime.scheduling import RequestRows, pack
 from jspec.tree import Tree
 from tests.support.paged import make_view, poisoned_cache, shuffled_tables
 
@@ -99,9 +99,9 @@ def test_nodes_see_the_context_and_their_ancestors(contexts, heads, impl, rng):
 def test_the_rows_of_trees_are_placed_beside_the_pages():
     """A chunk of a prompt, a tree of four nodes, one row without drafts, and padding."""
     rows = [
-        Rows(0, [5, 6], 3, 0, [7, 8], backup=9),
-        Rows(2, [4, 11, 12, 13, 14], 8, 4, [1, 2, 3], parents=[-1, -1, 1, 2]),
-        Rows(1, [4], 2, 0, [5]),
+        RequestRows(0, [5, 6], 3, 0, [7, 8], backup=9),
+        RequestRows(2, [4, 11, 12, 13, 14], 8, 4, [1, 2, 3], parents=[-1, -1, 1, 2]),
+        RequestRows(1, [4], 2, 0, [5]),
     ]
     scheduled = pack(rows, num_rows=10, num_requests=4, pages_per_request=3, num_nodes=6)
     assert scheduled.draft_parents.tolist() == [
@@ -166,11 +166,11 @@ def test_a_target_scores_a_tree_as_it_scores_each_path_alone(rng):
         return forward(config, params, scheduled.token_ids, view, cache, logit_rows=rows)
 
     parents = UNEVEN.parents.tolist()
-    logits, _, cache = run([Rows(0, context + tokens, 0, 8, pages, parents=parents)], True)
+    logits, _, cache = run([RequestRows(0, context + tokens, 0, 8, pages, parents=parents)], True)
     for node in range(UNEVEN.num_nodes):
         path = np.flatnonzero(UNEVEN.visible[node])
         chain = context + [tokens[i] for i in path]
-        wanted, _, plain = run([Rows(0, chain, 0, 0, pages)], False)
+        wanted, _, plain = run([RequestRows(0, chain, 0, 0, pages)], False)
         rows = [*range(6), *(6 + path)]
         np.testing.assert_allclose(
             logits[np.array(rows)], wanted[: len(rows)], atol=1e-4, rtol=1e-4

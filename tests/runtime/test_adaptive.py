@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from jspec.runtime import policies
-from jspec.runtime.cost_model import Acceptance, Calibration, Guess, LatencyModel
+from jspec.runtime.cost_model import Acceptance, Calibration, LatencyModel, PendingDraft
 from jspec.runtime.policies import Adaptive, BatchSizeSchedule, ByThroughput, Costs
 
 COSTS = Costs(passes={1: 10.0, 3: 12.0, 5: 16.0}, drafts={0: 0.0, 2: 0.0, 4: 0.0})
@@ -78,9 +78,9 @@ def test_an_estimate_is_the_faded_mean_of_outcomes_and_of_the_prior():
     acceptance = Acceptance([0.5, 0.5], memory=2.0)
     assert acceptance.survival == [0.5, 0.25]
     acceptance.add(0, True)  # (0.5 * 1 + 1) / (0.5 * 2 + 1): the prior counts as two outcomes
-    assert acceptance.chances == pytest.approx([1.5 / 2, 0.5])
+    assert acceptance.rates == pytest.approx([1.5 / 2, 0.5])
     acceptance.add(0, False)  # (0.5 * 1.5) / (0.5 * 2 + 1)
-    assert acceptance.chances == pytest.approx([0.75 / 2, 0.5])
+    assert acceptance.rates == pytest.approx([0.75 / 2, 0.5])
     assert acceptance.survival == pytest.approx([0.75 / 2, 0.375 / 2])
 
 
@@ -104,20 +104,20 @@ def test_drafts_that_are_accepted_less_often_than_expected_are_no_longer_verifie
     assert policy.verify({0: 4}) == {0: 0}
 
 
-def test_a_guess_is_compared_with_what_comes_verified_or_not():
-    guess = Guess([5, 6, 7])
-    assert [guess.follow(5), guess.follow(6), guess.depth] == [True, True, 2]
-    assert guess.follow(8) is False
-    exhausted = Guess([5])
+def test_a_draft_is_compared_with_the_next_tokens_verified_or_not():
+    pending = PendingDraft([5, 6, 7])
+    assert [pending.follow(5), pending.follow(6), pending.depth] == [True, True, 2]
+    assert pending.follow(8) is False
+    exhausted = PendingDraft([5])
     assert [exhausted.follow(5), exhausted.follow(6)] == [True, None]
 
 
 def test_a_tree_is_followed_along_the_branch_that_came_true():
     parents = [-1, -1, 1, 1, 3]
-    guess = Guess([5, 6, 7, 8, 9], parents)
-    assert [guess.follow(6), guess.follow(8), guess.follow(9), guess.depth] == [True] * 3 + [3]
-    assert guess.follow(1) is None
-    assert Guess([5, 6, 7, 8, 9], parents).follow(7) is False
+    pending = PendingDraft([5, 6, 7, 8, 9], parents)
+    assert [pending.follow(token) for token in (6, 8, 9)] == [True] * 3 and pending.depth == 3
+    assert pending.follow(1) is None
+    assert PendingDraft([5, 6, 7, 8, 9], parents).follow(7) is False
 
 
 def test_outcomes_of_a_request_are_those_of_its_positions_and_end_at_the_first_error():
@@ -127,9 +127,9 @@ def test_outcomes_of_a_request_are_those_of_its_positions_and_end_at_the_first_e
     policy.observe(0, [5], [], None)
     policy.observe(0, [6], [], None)
     kept = policy._requests[0]
-    prior = 2 * policies._FIRST_CHANCE  # it counts as two outcomes
+    prior = 2 * policies._PRIOR_RATE  # it counts as two outcomes
     right, wrong = (prior + 2) / 4, prior / 3
-    assert kept.chances == pytest.approx([right, right, wrong, policies._FIRST_CHANCE], abs=1e-4)
+    assert kept.rates == pytest.approx([right, right, wrong, policies._PRIOR_RATE], abs=1e-4)
 
 
 def test_a_new_request_starts_from_what_others_knew_and_forgets_the_one_before():
@@ -137,10 +137,10 @@ def test_a_new_request_starts_from_what_others_knew_and_forgets_the_one_before()
     feed(policy, [0] * 30)
     policy.observe(0, [], [1, 2, 3, 4], None)
     policy.start(0)
-    assert policy._requests[0].chances == policy._pool.chances
-    assert policy._pool.chances[0] < 0.1
-    policy.observe(0, [1, 2, 3], [], None)  # guesses of the request before are gone
-    assert policy._requests[0].chances == policy._pool.chances
+    assert policy._requests[0].rates == policy._pool.rates
+    assert policy._pool.rates[0] < 0.1
+    policy.observe(0, [1, 2, 3], [], None)  # drafts of the request before are gone
+    assert policy._requests[0].rates == policy._pool.rates
 
 
 # Choices, with costs of 10, 12 and 16 for one, three and five rows.

@@ -22,10 +22,10 @@ def test_prompts_and_end_tokens_are_the_recorded_ones(recorded):
     tokenizer = models.open_tokenizer(model)
     for prompt in found["prompts"]:
         asked, raw = (prompt["prompt"], True) if "prompt" in prompt else (prompt["messages"], False)
-        row = prompts.Asked(asked, "prompt")
+        row = prompts.CommandPrompt(asked, "prompt")
         bad = prompts.BadPrompts()
-        encoded = prompts.encode(tokenizer, [row], bad, model=model.config, raw=raw)
-        assert encoded.ids == [prompt["ids"]]
+        _, ids = prompts.encode(tokenizer, [row], bad, model=model.config, raw=raw)
+        assert ids == [prompt["ids"]]
         assert tokenizer.decode(prompt["tokens"]) == prompt["text"]
     assert list(model.stop_ids) == found["stop_ids"]
     assert not set(model.config.eos_token_ids) & set(model.stop_ids)  # what config.json says
