@@ -157,7 +157,7 @@ def propose(
     slot, query_start, *rest = _host.read_step("suffix", batch)
     new_start, room = np.zeros_like(query_start), np.zeros_like(slot)
     new_tokens = np.empty(batch.token_ids.size + slot.size, np.int32)
-    limits = (config.id_limit, memory.max_model_len)
+    limits = (memory.max_model_len, config.id_limit)
     known = memory.num_known
     _collect(slot, query_start, *rest, *limits, known, new_tokens, new_start, room)
     tokens, count = memory.cache.advance(
@@ -210,8 +210,8 @@ def _collect(
     position,  # [T]
     next_token,  # [B]
     num_valid,  # [B]
-    id_limit,
     max_model_len,
+    id_limit,
     num_known,  # [max_requests] out
     new_tokens,  # [T + B] out: tokens that the trees do not have, row after row
     new_start,  # [B + 1] out

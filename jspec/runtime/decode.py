@@ -83,6 +83,7 @@ def generate(
         the drafter does not support `drafting` or `verification`; a sampling parameter is out of
         range. Raised before anything compiles.
     """
+    check_on_tokens(on_tokens)
     engine = Engine(
         model,
         prompts,
