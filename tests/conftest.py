@@ -31,6 +31,10 @@ _CHECKED = (
 )
 install_import_hook([f"jspec.{name}" for name in _CHECKED], "beartype.beartype")
 
+# Tests run one to a core, and most of what they compile is small: threads only cost time there.
+_XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = f"{_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")

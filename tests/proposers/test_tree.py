@@ -90,9 +90,9 @@ def test_ancestors_follow_from_the_parents(paths):
 
 
 def test_ancestors_of_a_long_chain_reach_the_root():
-    for depth in range(1, 18):
-        tree = Tree.chain(depth)
-        got = ancestors(tree.parents[None], depth=depth)
+    trees = [Tree.chain(depth) for depth in range(1, 18)]
+    found = jax.jit(lambda rows: [ancestors(row, depth=row.shape[1]) for row in rows])
+    for tree, got in zip(trees, found([tree.parents[None] for tree in trees]), strict=True):
         np.testing.assert_array_equal(got[0], tree.visible)
 
 
@@ -170,31 +170,34 @@ class Toy:
         self.passes = []
 
     def forward(self, ids, positions, hidden):
-        h0, h1, h2 = np.moveaxis(np.asarray(hidden, np.int64), -1, 0)
-        i, q = np.asarray(ids, np.int64), np.asarray(positions, np.int64)
-        last = [5 * i + 3 * q + 7 * h0 + h1, i + 11 * q + 2 * h1 + 1, h0 + 2 * i + h2]
-        last = np.stack(last, -1) % self.vocab_size
+        h0, h1, h2 = (hidden[..., j] for j in range(3))
+        last = [5 * ids + 3 * positions + 7 * h0 + h1]
+        last += [ids + 11 * positions + 2 * h1 + 1, h0 + 2 * ids + h2]
+        stack = jnp.stack if isinstance(hidden, jax.Array) else np.stack
+        last = stack(last, -1) % self.vocab_size
         return last, (last + 1) % self.vocab_size
 
     def logits(self, last):
-        l0, l1, l2 = (np.asarray(last, np.int64)[..., j, None] for j in range(3))
-        v = np.arange(self.vocab_size)
+        l0, l1, l2 = (last[..., j, None] for j in range(3))
+        v = np.arange(self.vocab_size, dtype=last.dtype)
+        v = v.reshape((1,) * (last.ndim - 1) + (-1,))
         return ((17 * v + 29 * l0 + 5 * l1 + l2) * 31) % 257 * self.vocab_size + v
 
     def as_draft_model(self, root_logits, root_hidden):
         """Answers the first pass with what was recorded of it."""
 
         def run(token_ids, hidden, view, cache, embeds):
-            self.passes.append((np.asarray(token_ids), view, np.asarray(hidden)))
+            self.passes.append((token_ids, view, hidden))
             if len(self.passes) == 1:
                 return root_hidden, root_hidden, cache
-            last, feedback = self.forward(token_ids, view.positions, hidden)
-            return jnp.asarray(last, jnp.float32), jnp.asarray(feedback, jnp.float32), cache
+            passed = self.forward(token_ids, view.positions, hidden.astype(jnp.int32))
+            last, feedback = (x.astype(jnp.float32) for x in passed)
+            return last, feedback, cache
 
         def logits(out):
             if len(self.passes) == 1:
                 return root_logits
-            return jnp.asarray(self.logits(out), jnp.float32)
+            return self.logits(out.astype(jnp.int32)).astype(jnp.float32)
 
         return DraftModel(run=run, logits=logits, vocab_size=self.vocab_size)
 
@@ -234,29 +237,36 @@ def oracle(toy, tree, logits, hidden, position):
     return [tokens[path] for path in tree.choices]
 
 
-def draft_toy(case, tree, steps=None):
+@functools.cache
+def drafted_by_toy(name, tree, steps):
+    """Drafts a tree over the rows of a recorded case: (toy, drafts)."""
+    (case,) = [case for case in recordings.cases("tree_drafting") if case.name == name]
     given, scalars = case.given, case.scalars
     toy = Toy(scalars["vocab_size"])
     S, limit = scalars["block_size"], scalars["max_model_len"]
     num_pages = int(given["block_table"].max()) + 1
     pages = CacheConfig(num_pages=num_pages, page_size=S, max_model_len=limit, dtype="float32")
     cache = init_cache(pages, num_layers=1, num_kv_heads=1, head_dim=2)
-    _, drafts = draft_tree(
-        toy.as_draft_model(*(jnp.asarray(given[name]) for name in ("logits", "hidden_states"))),
-        TreeDraftingConfig(tree=tree),
-        toy_batch(given),
-        cache,
-        num_drafts=tree.num_nodes if steps is None else steps,
-        shift=True,
-    )
-    return toy, jax.tree.map(np.asarray, drafts)
+
+    @jax.jit
+    def draft(logits, hidden, batch, cache):
+        _, drafts = draft_tree(
+            toy.as_draft_model(logits, hidden),
+            TreeDraftingConfig(tree=tree),
+            batch,
+            cache,
+            num_drafts=steps,
+            shift=True,
+        )
+        return toy.passes, drafts
+
+    roots = (jnp.asarray(given[name]) for name in ("logits", "hidden_states"))
+    toy.passes, drafts = jax.tree.map(np.asarray, draft(*roots, toy_batch(given), cache))
+    return toy, drafts
 
 
-@functools.cache
-def draft_recorded(name):
-    """Drafts a recorded tree."""
-    (case,) = [case for case in recordings.cases("tree_drafting") if case.name == name]
-    return draft_toy(case, tree_of(case))
+def draft_toy(case, tree, steps=None):
+    return drafted_by_toy(case.name, tree, tree.num_nodes if steps is None else steps)
 
 
 def oracle_of(toy, tree, given):
@@ -303,7 +313,7 @@ def compared_nodes(case) -> np.ndarray:
 @recordings.each_case("tree_drafting")
 def test_toy_trees_equal_the_recorded_ones_and_the_oracle(case):
     given, want, tree = case.given, case.want, tree_of(case)
-    toy, drafts = draft_recorded(case.name)
+    toy, drafts = draft_toy(case, tree)
     # 1. The oracle, as far as the longest request goes.
     counts = num_nodes_of(case)
     assert drafts.num_drafts.tolist() == counts.tolist()
