@@ -21,7 +21,7 @@ from torch_bridge.interop.layout import Layout, layout_of
 from torch_bridge.interop.packing import Packer, Plan
 from torch_bridge.interop.shared import torch_device
 from torch_bridge.proposers import weights
-from torch_bridge.proposers.settings import Settings, check_supported, read
+from torch_bridge.proposers.settings import ConfigReader, Settings, check_supported
 
 
 class DeviceProposer:
@@ -52,14 +52,15 @@ class DeviceProposer:
         del runner
         self._owner = owner = type(self).__name__
         self.vllm_config = vllm_config
-        self.settings = Settings.of(vllm_config, owner)
+        self._read = ConfigReader(vllm_config, owner)
+        self.settings = Settings.of(self._read)
         self.method = self.settings.method
         if self.method not in self.methods:
             raise ValueError(
                 f"{owner}: `speculative_config.method` is {self.method!r}, wanted "
                 f"{' or '.join(map(repr, self.methods))}. Take the class of that method."
             )
-        check_supported(owner, vllm_config, self.has_pages)
+        check_supported(self._read, self.has_pages)
         self.num_speculative_tokens = self.settings.num_drafts
         self.max_model_len = self.settings.max_model_len
         self.device = torch_device(device, owner)
@@ -100,7 +101,7 @@ class DeviceProposer:
         """
         check_not_forked()
         path = self._read("speculative_config.draft_model_config.model")
-        target = weights.target_of(target_model, self.vllm_config, self.device, owner=self._owner)
+        target = weights.target_of(target_model, self._read, self.device)
         options = self._load_options()
         with self._placed():
             drafter = jspec.load(
@@ -150,17 +151,16 @@ class DeviceProposer:
         Raises:
           ValueError: a size is missing, or pages of it do not fill the blocks.
         """
-        num_pages, groups = (
-            read(kv_cache_config, name, owner=self._owner, of="kv_cache_config")
-            for name in ("num_blocks", "kv_cache_groups")
-        )
+        name = "kv_cache_config"
+        read = ConfigReader(kv_cache_config, self._owner, name)
+        num_pages, groups = read("num_blocks"), read("kv_cache_groups")
         if not groups:
             raise ValueError(
                 f"{self._owner}: `kv_cache_config.kv_cache_groups` is empty, wanted the target's "
                 "group. Pass the configuration that vLLM made for the target."
             )
-        first = "kv_cache_config.kv_cache_groups[0]"
-        block_size = read(groups[0], "kv_cache_spec.block_size", owner=self._owner, of=first)
+        read = ConfigReader(groups[0], self._owner, f"{name}.kv_cache_groups[0]")
+        block_size = read("kv_cache_spec.block_size")
         page_size = kernel_block_sizes[0] if kernel_block_sizes else block_size
         if page_size < 1 or num_pages * block_size % page_size:
             raise ValueError(
@@ -221,8 +221,7 @@ class DeviceProposer:
     @property
     def _can_compile(self) -> bool:
         """Whether weights and KV pages are known: vLLM profiles before they are."""
-        name = "cache_config.num_gpu_blocks"
-        num_pages = self._num_pages or self._read(name, 0)
+        num_pages = self._num_pages or self._read("cache_config.num_gpu_blocks", 0)
         return self.config is not None and (num_pages > 0 or not self.has_pages)
 
     def _ready(self) -> None:
@@ -357,14 +356,9 @@ class DeviceProposer:
             stacklevel=self._frames,
         )
 
-    def _read(self, path: str, *default: Any) -> Any:
-        return read(self.vllm_config, path, *default, owner=self._owner)
-
     def _set_pages(self, num_pages: int, page_size: int) -> None:
-        if self._memory is not None and (num_pages, page_size) != (
-            self._num_pages,
-            self.block_size,
-        ):
+        known = self._num_pages, self.block_size
+        if self._memory is not None and (num_pages, page_size) != known:
             self._memory = None
             self._forget_executables()
         self._num_pages, self.block_size = num_pages, page_size

@@ -21,7 +21,7 @@ from torch_bridge.interop.dlpack import to_torch
 from torch_bridge.interop.layout import Layout, int64_pairs
 from torch_bridge.proposers.device import DeviceProposer
 from torch_bridge.proposers.prepare import NextTokens
-from torch_bridge.proposers.settings import count_first, read
+from torch_bridge.proposers.settings import count_first
 
 
 class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
@@ -42,7 +42,7 @@ class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
                 "states are kept, and the one draft is a filler."
             )
         flag = "speculative_config.disable_padded_drafter_batch"
-        if read(vllm_config, flag, False, owner=owner):
+        if self._read(flag, False):
             raise ValueError(
                 f"{owner}: disable_padded_drafter_batch is set, and rejected rows are part of what "
                 "is stored. Leave it out."
@@ -58,15 +58,14 @@ class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
           ValueError: the draft's config.json names no layers.
         """
         del target_model
-        owner, path = self._owner, "speculative_config.draft_model_config.hf_config"
-        hf_config = read(self.vllm_config, path, owner=owner)
-        layers = _get(hf_config, "eagle_aux_hidden_state_layer_ids")
+        path = "speculative_config.draft_model_config.hf_config"
+        layers = _get(self._read(path), "eagle_aux_hidden_state_layer_ids")
         if not layers:
             raise ValueError(
-                f"{owner}: `{path}` has no eagle_aux_hidden_state_layer_ids. List the layers to "
-                "keep there, n = after n layers of the target."
+                f"{self._owner}: `{path}` has no eagle_aux_hidden_state_layer_ids. List the layers "
+                "to keep there, n = after n layers of the target."
             )
-        target = read(self.vllm_config, "model_config.hf_config", owner=owner)
+        target = self._read("model_config.hf_config")
         config = ExtractHiddenStatesConfig(
             hidden_layers=tuple(layers),
             hidden_size=_get(target, "hidden_size"),
@@ -190,8 +189,8 @@ class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
 
 
 def _get(hf_config: Any, name: str) -> Any:
-    get = hf_config.get if isinstance(hf_config, Mapping) else functools.partial(getattr, hf_config)
-    return get(name, None)
+    is_mapping = isinstance(hf_config, Mapping)
+    return hf_config.get(name) if is_mapping else getattr(hf_config, name, None)
 
 
 def _page_numbers(owner: str, block_table_row: Sequence[int]) -> np.ndarray:

@@ -22,11 +22,7 @@ from torch_bridge.interop.packing import to_int32
 from torch_bridge.proposers import rows
 from torch_bridge.proposers.device import DeviceProposer
 from torch_bridge.proposers.prepare import Preparing
-from torch_bridge.proposers.settings import (
-    count_first,
-    drafts_of_step,
-    refuse_context_parallelism,
-)
+from torch_bridge.proposers.settings import count_first, drafts_of_step, refuse_context_parallelism
 from torch_bridge.proposers.weights import target_has_axes
 
 _TABLE = "block_table_tensor"
@@ -220,7 +216,7 @@ class LLMProposer(Preparing, DeviceProposer):
     @property
     def _takes_axes(self) -> bool:
         """Whether steps come with positions of three axes: the target decides, or else the head."""
-        if target_has_axes(self.vllm_config, owner=self._owner):
+        if target_has_axes(self._read):
             return True
         model = getattr(self.config, "model", None)
         rope = getattr(getattr(model, "decoder", model), "rope", None)

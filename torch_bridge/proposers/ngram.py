@@ -20,8 +20,8 @@ from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, p
 from torch_bridge.interop.layout import Layout, layout_of
 from torch_bridge.interop.packing import Packer, Plan
 from torch_bridge.interop.shared import alias, empty, on_device, torch_device
-from torch_bridge.proposers.ngram_host import NgramProposer, lookup_bounds
-from torch_bridge.proposers.settings import Settings, count_first, drafts_of_step
+from torch_bridge.proposers.ngram_host import Lookup, NgramProposer
+from torch_bridge.proposers.settings import count_first, drafts_of_step
 
 __all__ = [
     "NgramProposer",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-class NgramProposerGPU:
+class NgramProposerGPU(Lookup):
     """Drafts what `NgramProposer` does on the device, from histories that stay there.
 
     Unlike `jspec`'s drafter, and as the original, it does not end at `max_model_len`: near the
@@ -59,12 +59,10 @@ class NgramProposerGPU:
 
     def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
         del runner
+        super().__init__(vllm_config)
         owner = type(self).__name__
-        settings = Settings.of(vllm_config, owner)
         self.vllm_config = vllm_config
-        self.k, self.max_model_len = settings.num_drafts, settings.max_model_len
-        self.max_num_seqs = settings.max_requests
-        self.min_n, self.max_n = lookup_bounds(vllm_config, settings, owner)
+        self.max_num_seqs = self.settings.max_requests
         self.device = torch_device(device, owner)
         check_preallocation(self.device)
         self._packer = Packer(self.device, owner)
@@ -73,9 +71,6 @@ class NgramProposerGPU:
         self._shared: dict[int, jax.Array] = {}
         self._shared_key: Any = None
         self._warm_up()
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: there are no weights."""
 
     @count_first
     def propose(
@@ -398,6 +393,5 @@ def copy_num_valid_draft_tokens(
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
         num_valid_draft_tokens_event.record()
-    num_valid_draft_tokens.record_stream(
-        stream
-    )  # so that its memory is not reused before the copy is done
+    # So that its memory is not reused before the copy is done.
+    num_valid_draft_tokens.record_stream(stream)

@@ -13,10 +13,25 @@ from numba import int32, int64
 
 from jspec._numba import entry
 from jspec.proposers import ngram
-from torch_bridge.proposers.settings import Settings, count_first, drafts_of_step, read
+from torch_bridge.proposers.settings import ConfigReader, Settings, count_first, drafts_of_step
 
 
-class NgramProposer:
+class Lookup:
+    """What drafters with n-gram lookup read of the configuration; they have no weights."""
+
+    def __init__(self, vllm_config: Any):
+        read = ConfigReader(vllm_config, type(self).__name__)
+        self.settings = Settings.of(read)
+        self.k, self.max_model_len = self.settings.num_drafts, self.settings.max_model_len
+        names = ("prompt_lookup_min", "prompt_lookup_max")
+        given = {name: read(f"speculative_config.{name}", None) for name in names}
+        self.min_n, self.max_n = ngram.NgramConfig(num_drafts=self.k, **given).bounds
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: there are no weights."""
+
+
+class NgramProposer(Lookup):
     """Drafts what followed the earliest of the longest earlier matches, on the host.
 
     JAX does not run, so it works in forked workers. Construction compiles.
@@ -37,13 +52,8 @@ class NgramProposer:
     """
 
     def __init__(self, vllm_config: Any):
-        settings = Settings.of(vllm_config, type(self).__name__)
-        self.k, self.max_model_len = settings.num_drafts, settings.max_model_len
-        self.min_n, self.max_n = lookup_bounds(vllm_config, settings, type(self).__name__)
+        super().__init__(vllm_config)
         _search.compile(_SEARCH_TYPES)
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: there are no weights."""
 
     @count_first
     def propose(
@@ -100,13 +110,6 @@ class NgramProposer:
         _search(history, lengths.astype(np.int32), *limits, tokens, counts)
         rows = zip(tokens.tolist(), counts.tolist(), strict=True)
         return [row[:count] for row, count in rows]
-
-
-def lookup_bounds(vllm_config: Any, settings: Settings, owner: str) -> tuple[int, int]:
-    """Reads the shortest and the longest suffix that is looked up."""
-    names = ("prompt_lookup_min", "prompt_lookup_max")
-    given = {n: read(vllm_config, f"speculative_config.{n}", None, owner=owner) for n in names}
-    return ngram.NgramConfig(num_drafts=settings.num_drafts, **given).bounds
 
 
 _LENGTHS = ("int32", "int64")
