@@ -106,7 +106,7 @@ def check_tensors(
     owners: dict[str, str] = {}
     first: list[str] = []
     for name, (tensor, form) in tensors.items():
-        wanted, axes = _parsed(form)
+        wanted, axes = parsed(form)
         check_are_tensors(op, **{name: tensor})
         if tensor.dtype not in wanted:
             raise TypeError(
@@ -149,8 +149,11 @@ def _shape_of(name: str, tensor: torch.Tensor, form: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(form: str) -> tuple[tuple[torch.dtype, ...], list[tuple[str, int, bool]]]:
-    """Returns the dtypes of a form, and of each axis: letter, entries more, or longer."""
+def parsed(form: str) -> tuple[tuple[torch.dtype, ...], list[tuple[str, int, bool]]]:
+    """Returns the dtypes of a form, and of each axis: letter, entries more, whether longer will do.
+
+    Integers are packed as the first dtype, whichever width they have.
+    """
     kind, *axes = form.split()
     parts = [(axis.removesuffix("..").partition("+"), axis.endswith("..")) for axis in axes]
     return _WANTED[kind], [(letter, int(more or 0), longer) for (letter, _, more), longer in parts]

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jspec.axes import INT32_MAX
+from torch_bridge.interop.checks import parsed
 
 INT32_MIN = -INT32_MAX - 1
 _HALVES = ("bfloat16", "float16")
@@ -101,16 +102,13 @@ def layout_of(tensors: Mapping[str, tuple[torch.Tensor, str]], bucket: Mapping[s
     """
     fields = []
     for name, (tensor, form) in tensors.items():
-        kind, axis, *_ = form.split()
-        letter, _, more = axis.partition("+")
+        dtypes, ((letter, more, _), *_) = parsed(form)
         # One width for each integer argument, the one that vLLM's runner passes: the other width
         # compiles nothing.
-        packed_as = _PACKED_AS.get(kind) or str(tensor.dtype).removeprefix("torch.")
-        fields.append(Field(name, letter, int(more or 0), tuple(tensor.shape[1:]), packed_as))
+        dtype = tensor.dtype if tensor.dtype.is_floating_point else dtypes[0]
+        kind = str(dtype).removeprefix("torch.")
+        fields.append(Field(name, letter, more, tuple(tensor.shape[1:]), kind))
     return Layout(tuple(fields), tuple(bucket.items()))
-
-
-_PACKED_AS = {"int": "int32", "int32": "int32", "long": "int64"}
 
 
 def without_padding(

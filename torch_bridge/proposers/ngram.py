@@ -4,22 +4,19 @@ The functions read and write attributes of vLLM's own objects. Source: vLLM
 v1/spec_decode/ngram_proposer_gpu.py.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from jspec.axes import PAD_TOKEN
 from jspec.metadata import next_power_of_2
 from jspec.pallas import ngram_match
 from torch_bridge.interop.checks import check_tensors
-from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, placement
-from torch_bridge.interop.layout import Layout, layout_of
-from torch_bridge.interop.packing import Packer, Plan
+from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, jax_device
 from torch_bridge.interop.shared import alias, empty, on_device, torch_device
+from torch_bridge.ops.run import Arrays, packer_of, run
 from torch_bridge.proposers.ngram_host import Lookup, NgramProposer
 from torch_bridge.proposers.settings import count_first, drafts_of_step
 
@@ -65,8 +62,7 @@ class NgramProposerGPU(Lookup):
         self.max_num_seqs = self.settings.max_requests
         self.device = torch_device(device, owner)
         check_preallocation(self.device)
-        self._packer = Packer(self.device, owner)
-        self._placed = placement(self._packer.device)
+        jax_device(self.device)  # raises where there is none
         self._copy = empty((0, 0), torch.int32, self.device)
         self._shared: dict[int, jax.Array] = {}
         self._shared_key: Any = None
@@ -122,25 +118,22 @@ class NgramProposerGPU(Lookup):
         if B == 0:
             nothing = torch.empty((0, num_drafts), dtype=torch.int32, device=self.device)
             return nothing, nothing.new_empty(0)
-        self._packer.follow_stream()
+        packer_of(self.device).follow_stream()
         with torch.inference_mode():  # inference tensors and others may be written to
             _append(table, num_tokens, sampled, count)
             most = self.max_num_seqs if B <= self.max_num_seqs else next_power_of_2(B)
             histories = self._table(table, min(next_power_of_2(B), most))
-        rows = histories.shape[0]
-
-        def plan() -> tuple[Plan, Any]:
-            packed = {"num_tokens": (num_tokens, "int B"), "count": (count, "int B")}
-            layout = layout_of(packed, {"B": rows})
-            planned = self._packer.plan(layout, {n: x for n, (x, _) in packed.items()}, sizes)
-            return planned, _compiled(layout, self.min_n, self.max_n, self.k)
-
-        words, match = self._packer.pack_planned(rows, [num_tokens, count], plan)
-        with self._placed():
-            found = match(histories, words)
-        # One copy: the drafts of all rows, then the counts.
-        both = self._packer.own(found, rows * self.k + B, torch.int32)
-        drafts, num_valid = both[: B * self.k].view(B, self.k), both[rows * self.k :]
+        drafts, num_valid = run(
+            "ngram",
+            _match,
+            {"num_tokens": (num_tokens, "int B"), "count": (count, "int B")},
+            "int B, int B",
+            histories,
+            bucket=lambda _: {"B": histories.shape[0]},
+            min_n=self.min_n,
+            max_n=self.max_n,
+            num_drafts=self.k,
+        )
         if num_drafts < self.k:
             return drafts[:, :num_drafts].contiguous(), num_valid.clamp_(max=num_drafts)
         return drafts, num_valid
@@ -248,26 +241,10 @@ def _append(
     token_ids.scatter_(1, place, token)
 
 
-@functools.lru_cache(maxsize=256)
-def _compiled(layout: Layout, min_n: int, max_n: int, num_drafts: int) -> Any:
-    """Makes the one executable of a size, which all drafters of a process share."""
-
-    @jax.jit
-    def jspec_bridge_ngram(token_ids, words):
-        arrays, sizes = layout.unpack(words)
-        lengths = arrays["num_tokens"] + arrays["count"]
-        is_live = jnp.arange(lengths.shape[0], dtype=jnp.int32) < sizes["B"]
-        drafts, num_valid = ngram_match(
-            token_ids,
-            lengths,
-            is_live & (arrays["count"] > 0),
-            min_n=min_n,
-            max_n=max_n,
-            num_drafts=num_drafts,
-        )
-        return jnp.concatenate([drafts.reshape(-1), num_valid])
-
-    return jspec_bridge_ngram
+def _match(arrays: Arrays, token_ids: jax.Array, **static: Any) -> tuple[jax.Array, jax.Array]:
+    count = arrays["count"]
+    drafts_of = arrays["live"] & (count > 0)
+    return ngram_match(token_ids, arrays["num_tokens"] + count, drafts_of, **static)
 
 
 def update_scheduler_for_invalid_drafts(
