@@ -53,7 +53,7 @@ def register() -> None:
     """
     if not _asked():
         return
-    worker = _class_of(_import(_WORKER), "WorkerBase")
+    _, worker = _find(_WORKER, "WorkerBase")
     make = worker.__init__
     if hasattr(make, "_swaps_for_jspec"):
         return
@@ -98,8 +98,10 @@ def _prepare(worker: Any) -> None:
     def compile_model_and_drafter() -> Any:
         times = compile_model()
         drafter = _drafter_of(worker)
-        if swapped is not None and isinstance(drafter, swapped.ours):
-            _warm_up(drafter)
+        if swapped and isinstance(drafter, swapped.ours) and hasattr(drafter, "warmup"):
+            start = time.perf_counter()
+            drafter.warmup()
+            logger.info("jspec compiled its drafting in %.1f s.", time.perf_counter() - start)
         return times
 
     worker.init_device = init_device_with_jspec
@@ -135,8 +137,7 @@ def _swap(worker: Any) -> "_Swap | None":
         )
     home, name = _SWAPS[method]
     # The runner imports this class inside functions.
-    place = _import(f"{_HOME}.{home}" if name == "NgramProposer" else _RUNNER)
-    theirs = _class_of(place, name)
+    place, theirs = _find(f"{_HOME}.{home}" if name == "NgramProposer" else _RUNNER, name)
     fractions = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
     if not any(os.environ.get(fraction) for fraction in fractions):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -170,15 +171,6 @@ class _Swap:
         )
 
 
-def _warm_up(drafter: Any) -> None:
-    """Compiles what a drafter runs, unless its construction did."""
-    if not hasattr(drafter, "warmup"):
-        return
-    start = time.perf_counter()
-    drafter.warmup()
-    logger.info("jspec compiled its drafting in %.1f s.", time.perf_counter() - start)
-
-
 class _Custom:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: there are no weights."""
@@ -200,10 +192,12 @@ class CustomNgram(_Custom):
     def __init__(self, vllm_config: Any):
         names = ("prompt_lookup_min", "prompt_lookup_max")
         options = dict.fromkeys(names) | _options(vllm_config, type(self).__name__, names)
-        speculative = _Overlay(vllm_config.speculative_config, method="ngram", **options)
-        self._proposer = torch_bridge.NgramProposer(
-            _Overlay(vllm_config, speculative_config=speculative)
+        count = getattr(vllm_config.speculative_config, "num_speculative_tokens", None)
+        config = SimpleNamespace(
+            model_config=vllm_config.model_config,
+            speculative_config=SimpleNamespace(num_speculative_tokens=count, **options),
         )
+        self._proposer = torch_bridge.NgramProposer(config)
 
     def propose(
         self,
@@ -323,17 +317,6 @@ class _Request:
         self.length = len(text)
 
 
-class _Overlay:
-    """An object's attributes, some of them replaced."""
-
-    def __init__(self, config: Any, **attributes: Any):
-        vars(self).update(attributes)
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
 def _options(vllm_config: Any, owner: str, names: tuple[str, ...]) -> dict[str, Any]:
     extra = getattr(vllm_config, "additional_config", None)
     options = extra.get("jspec", {}) if isinstance(extra, dict) else {}
@@ -346,23 +329,19 @@ def _options(vllm_config: Any, owner: str, names: tuple[str, ...]) -> dict[str, 
     return options
 
 
-def _class_of(module: ModuleType, name: str) -> type:
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
-        raise ImportError(
-            f"{SWITCH}: {module.__name__} has no class {name} in this release of vLLM. Unset the "
-            "variable, or install a release that docs/pytorch.md names."
-        )
-    return found
-
-
-def _import(module: str) -> ModuleType:
+def _find(path: str, name: str) -> tuple[ModuleType, type]:
+    """Imports a module of vLLM's, and returns it with its class of a name."""
+    missing, cause = f"{path} has no class {name}", None
     try:
-        return importlib.import_module(module)
+        module = importlib.import_module(path)
+        found = getattr(module, name, None)
+        if isinstance(found, type):
+            return module, found
     except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
+        if error.name is None or not path.startswith(error.name):
             raise
-        raise ImportError(
-            f"{SWITCH}: there is no module {error.name} in this vLLM, or no vLLM. Unset the "
-            "variable, or install a release that docs/pytorch.md names."
-        ) from error
+        missing, cause = f"there is no module {error.name}", error
+    raise ImportError(
+        f"{SWITCH}: {missing} in this vLLM, or no vLLM. Unset the variable, or install a release "
+        "that docs/pytorch.md names."
+    ) from cause

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.interop.dlpack import is_dense
+from torch_bridge.interop.dlpack import check_dense
 
 
 def check_has(op: str, name: str, value: Any, *attributes: str) -> None:
@@ -27,16 +27,7 @@ def check_are_tensors(op: str, **tensors: Any) -> None:
       TypeError: no tensor, or a sparse one. ValueError: a tensor without dimensions.
     """
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{op}: `{name}` is a {type(tensor).__name__}, wanted a torch tensor on the "
-                f"step's device. Make one first: torch.as_tensor({name})."
-            )
-        if not is_dense(tensor):
-            raise TypeError(
-                f"{op}: `{name}` is sparse or nested, wanted a dense tensor. Convert it first: "
-                f"{name}.to_dense(), or to_padded_tensor where it is nested."
-            )
+        check_dense(name, tensor, f"{op}: ")
         if not tensor.ndim:
             raise ValueError(
                 f"{op}: `{name}` has shape (), wanted one entry for each request or row. Pass it "

@@ -62,19 +62,9 @@ def to_jax(tensor: torch.Tensor | np.ndarray, *, name: str = "tensor") -> jax.Ar
     """
     if isinstance(tensor, np.ndarray | np.generic):
         tensor = _copy_of_numpy(tensor, name)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"`{name}` is a {type(tensor).__name__}, wanted a torch tensor. Make one first: "
-            f"torch.as_tensor({name})."
-        )
+    check_dense(name, tensor)
     if tensor.dtype not in _DTYPES:
         raise TypeError(_wrong_dtype(name, tensor.dtype))
-    if not is_dense(tensor):
-        kind = "nested" if tensor.is_nested else tensor.layout
-        raise TypeError(
-            f"`{name}` is {kind}, wanted a dense tensor. Convert it first: {name}.to_dense(), or "
-            "to_padded_tensor where it is nested."
-        )
     if tensor.device.type not in _PLATFORMS:
         raise RuntimeError(
             f"`{name}` is on {tensor.device}, wanted cpu or cuda. Make it there, or move it first: "
@@ -85,7 +75,7 @@ def to_jax(tensor: torch.Tensor | np.ndarray, *, name: str = "tensor") -> jax.Ar
     if tensor.dtype == torch.int64 and not jax.config.read("jax_enable_x64"):
         tensor = _narrow(tensor, name)
     # The strides of dimensions of size 1 are anything, and JAX reads them.
-    tensor = tensor.as_strided(tensor.shape, _strides(tensor.shape))
+    tensor = tensor.flatten().view(tensor.shape)
     unaligned = tensor.data_ptr() % _ALIGNMENT[tensor.device.type]
     if tensor.is_cuda and tensor.numel():
         return _stream(device).to_jax(tensor.clone() if unaligned else tensor)
@@ -136,9 +126,18 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         return _stream(device).own(array)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has strides: sparse and nested ones have none."""
-    return tensor.layout == torch.strided and not tensor.is_nested
+def check_dense(name: str, tensor: Any, owner: str = "") -> None:
+    """Raises TypeError for what is no dense tensor; `owner` is put in front, with ": "."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{owner}`{name}` is a {type(tensor).__name__}, wanted a torch tensor. Make one first: "
+            f"torch.as_tensor({name})."
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"{owner}`{name}` is sparse or nested, wanted a dense tensor. Convert it first: "
+            f"{name}.to_dense(), or to_padded_tensor where it is nested."
+        )
 
 
 def from_host(array: np.ndarray) -> torch.Tensor:
@@ -160,14 +159,6 @@ def from_host(array: np.ndarray) -> torch.Tensor:
 
 _PLATFORMS = ("cpu", "cuda")
 _ALIGNMENT = {"cpu": 64, "cuda": 16}  # of what an executable of XLA takes
-
-
-def _strides(shape: torch.Size) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return strides[::-1]
 
 
 def _copy_of_numpy(array: np.ndarray | np.generic, name: str) -> torch.Tensor:

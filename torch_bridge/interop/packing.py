@@ -165,14 +165,8 @@ class Packer:
         Returns:
           int64 [num_rows, width].
         """
-        self.follow_stream()
         with self._outside:
-            if self.stream is None:
-                rows = np.array(pairs)[:num_rows]  # waits for the result
-                taken = torch.from_numpy(rows.view(np.int64))
-            else:
-                view = self._view(pairs).view(torch.int64)
-                taken = view if view.shape[0] == num_rows else view[:num_rows]
+            taken = self._rows(pairs, num_rows).view(torch.int64)
             return taken if taken.shape[1] == width else taken[:, :width].contiguous()
 
     def own(self, array: jax.Array, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -183,14 +177,8 @@ class Packer:
           num_rows: of the tensor.
           dtype: of the tensor.
         """
-        self.follow_stream()
-        with torch.inference_mode(False):
-            if self.stream is None:
-                rows = np.asarray(array)[:num_rows]  # waits for the result
-                return from_host(np.array(rows)).to(dtype)
-            view = self._view(array)
-            rows = view if len(view) == num_rows else view[:num_rows]
-            return rows.to(dtype, copy=True)
+        with self._outside:
+            return self._rows(array, num_rows).to(dtype, copy=self.stream is not None)
 
     def zeros(self, size: int) -> torch.Tensor:
         """Returns int32 zeros, which must only be read."""
@@ -207,16 +195,18 @@ class Packer:
             current.wait_stream(self._last)
         self._last = current
 
-    def _view(self, array: jax.Array) -> torch.Tensor:
-        """Returns a result's own memory on the current stream, and keeps it for some more calls.
+    def _rows(self, array: jax.Array, num_rows: int) -> torch.Tensor:
+        """Returns the first rows of a result: a copy on a CPU, its own memory on a GPU.
 
-        JAX may use memory that torch has released for its next result. It waits by then for what
-        torch had queued before the step in between.
+        That memory is kept for some more calls: JAX may use memory that torch has released for its
+        next result. It waits by then for what torch had queued before the step in between.
         """
-        assert self.stream is not None
+        self.follow_stream()
+        if self.stream is None:
+            return from_host(np.array(np.asarray(array)[:num_rows]))  # waits for the result
         view = self.stream.view(array)
         self._taken.append(view)
-        return view
+        return view if len(view) == num_rows else view[:num_rows]
 
     def _header(self, sizes: Sequence[int]) -> torch.Tensor:
         """Returns sizes on the device, which they reach without a copy from the host."""

@@ -66,7 +66,14 @@ class NextTokens:
             )
         if not isinstance(sampled, torch.Tensor) or not sampled.ndim:
             check_are_tensors("prepare_next_token_ids_padded", sampled_token_ids=sampled)
-        backup = backup_tokens(requests, batch, sampled.shape[0], sampled.device)
+        num_rows = sampled.shape[0]
+        num_requests = min(batch.num_reqs, num_rows)
+        lengths = batch.num_tokens_no_spec[:num_requests]
+        backup = [
+            int(requests[request_id].get_token_id(int(length) - 1))
+            for request_id, length in zip(batch.req_ids[:num_requests], lengths, strict=True)
+        ] + [0] * (num_rows - num_requests)
+        backup = on_device(backup, sampled.device, torch.int32)
         return self._next_tokens(sampled, discard_request_mask, backup, batch.vocab_size)
 
     _next_tokens = staticmethod(eagle_prepare_next_token_padded)
@@ -223,19 +230,3 @@ class Preparing(NextTokens):
             **host_lengths,
         )
         return metadata, token_indices
-
-
-def backup_tokens(
-    requests: Mapping[str, Any], gpu_input_batch: Any, num_rows: int, device: torch.device
-) -> torch.Tensor:
-    """Returns the last known token of each request, int32 [num_rows]; 0 in rows after them."""
-    num_requests = min(gpu_input_batch.num_reqs, num_rows)
-    backup = [
-        int(requests[request_id].get_token_id(int(length) - 1))
-        for request_id, length in zip(
-            gpu_input_batch.req_ids[:num_requests],
-            gpu_input_batch.num_tokens_no_spec[:num_requests],
-            strict=True,
-        )
-    ]
-    return on_device(backup + [0] * (num_rows - num_requests), device, torch.int32)
