@@ -1,6 +1,6 @@
 """jspec's drafters for PyTorch runners, with the signatures of vLLM's.
 
-The only package of the project that imports torch; vLLM it never needs. See docs/pytorch.md.
+The only package of the project that imports torch; vLLM is not needed. See docs/pytorch.md.
 """
 
 import importlib

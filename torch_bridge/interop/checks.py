@@ -55,7 +55,7 @@ def of_metadata(op: str, cad: Any, name: str, more: int = 0) -> torch.Tensor:
         if length > size:
             return tensor[:size]
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        pass  # the checks below take time, so they run only now
+        pass  # the checks below take time, so they run only for invalid input
     check_has(op, "common_attn_metadata", cad, "num_reqs", name)
     if not isinstance(cad.num_reqs, Integral):
         raise TypeError(

@@ -29,7 +29,7 @@ def compute_new_slot_mapping(
     """Looks up the cache slots of a pass whose requests each got more rows.
 
     The table is read flat, as vLLM does: a position beyond the table's width reads the next
-    request's row. Trailing requests without rows are padding, and get none.
+    request's row. Trailing requests without rows are padding, and get no rows.
 
     Args:
       cad: before the rows were added; `num_reqs`, `query_start_loc` and `block_table_tensor` are
@@ -193,7 +193,7 @@ def update_num_computed_tokens_for_batch_change(
     """Reorders the counts of the batch before for this batch, in place.
 
     Args:
-      num_computed_tokens: int [B] or longer; of the batch before, written over with this one's
+      num_computed_tokens: int [B] or longer; of the batch before, overwritten with this one's
         counts. Entries from B on stay.
       num_accepted_tokens: int [B], written.
       prev_positions: int [B] index of each request in the batch before; negative if new.

@@ -49,7 +49,7 @@ def copy_and_expand_eagle_inputs(
 ) -> ExpandedInputs:
     """Adds the next token and rows for drafts after the accepted rows of each request.
 
-    Positions are computed in 32 bits; larger ones become the largest that leave room to count on.
+    Positions are computed in 32 bits; larger ones are clamped so that additions do not overflow.
 
     Args:
       target_token_ids: int [T] the target's rows, rejected ones included.
@@ -107,7 +107,7 @@ def _expand_eagle(arrays: Arrays, *, num_slots: int, shift: bool, **static: Any)
     longest = positions.shape[0] + num_requests * num_slots
     rows = expand_eagle(
         arrays["target_token_ids"],
-        jnp.minimum(positions, INT32_MAX - longest),  # room to count on
+        jnp.minimum(positions, INT32_MAX - longest),  # additions do not overflow
         arrays["next_token_ids"],
         arrays["query_start_loc"],
         arrays["query_end_loc"],
@@ -150,7 +150,7 @@ def copy_and_expand_dflash_inputs(
 ) -> BlockInputs:
     """Lays out a block of query rows after each request's accepted context.
 
-    No limit of the model is looked at, as in the original; past the table its last column answers,
+    The model's limit is not applied, as in the original; past the table its last column is used,
     and a page of -1 has no slot. Positions are computed in 32 bits, as in
     `copy_and_expand_eagle_inputs`.
 
@@ -160,7 +160,7 @@ def copy_and_expand_dflash_inputs(
       query_start_loc: int [B + 1] first row of each request, and the end of the last.
       block_table_tensor: int [B, M] pages.
       num_rejected_tokens: int [B] rejected rows at the end of each request; None for none.
-      parallel_drafting_token_id: of rows to fill in.
+      parallel_drafting_token_id: of rows to draft.
       block_size: slots per page.
       num_speculative_tokens: drafts per request.
 
@@ -216,7 +216,7 @@ def block_rows(
 def _expand_dflash(arrays: Arrays, *, num_drafts: int, **static: Any) -> tuple[Any, ...]:
     return expand_dflash(
         arrays["next_token_ids"],
-        jnp.minimum(arrays["target_positions"], INT32_MAX - num_drafts - 1),  # room to count on
+        jnp.minimum(arrays["target_positions"], INT32_MAX - num_drafts - 1),  # no overflow
         arrays["query_start_loc"],
         page_table(arrays),
         arrays.get("num_rejected_tokens", arrays.get("num_rejected_tokens_gpu")),

@@ -119,7 +119,7 @@ def set_inputs_first_pass(
     _, sizes = check_tensors(op, checked)
     if num_added == 0:
         ids, index = run(op, _shifted, tensors, "int T, int B")
-        with torch.inference_mode(False):  # as the other results
+        with torch.inference_mode(False):  # writable in every mode, as the other results
             positions = target_positions.to(torch.int64, copy=True)
             states = hidden.detach().clone() if hidden is not None else None
         return FirstPassInputs(sizes["T"], index, cad, ids, positions, states, None, None)
@@ -197,7 +197,7 @@ def _expanded(arrays: Arrays, *, num_slots: int, **static: Any) -> tuple[Array, 
     num_rows, num_requests = arrays["target_token_ids"].shape[0], arrays["live"].shape[0]
     rows = metadata.set_inputs_first_pass(
         arrays["target_token_ids"],
-        # Room to count on: none may wrap around.
+        # No position may overflow.
         jnp.minimum(arrays["target_positions"], INT32_MAX - num_rows - num_requests * num_slots),
         arrays["next_token_ids"],
         metadata_of(arrays, num_rows),
@@ -250,7 +250,7 @@ def set_inputs_first_pass_dflash(
 ) -> BlockFirstPassInputs:
     """Adds a block of query rows after the accepted context of each request.
 
-    Slots are the recorded ones: no limit of the model is looked at.
+    The model's limit is not applied to slots, as in the original.
 
     Args:
       next_token_ids: int [B] the token each request continues from.
@@ -258,7 +258,7 @@ def set_inputs_first_pass_dflash(
       cad: metadata of the target's pass; is not written to.
       num_rejected_tokens_gpu: int [B] rejected rows at the end of each request; None for none.
       num_speculative_tokens: drafts per request.
-      parallel_drafting_token_id: of rows to fill in.
+      parallel_drafting_token_id: of rows to draft.
       block_size: slots per page.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Runs functions of jspec on tensors of torch: packed into one array, and out of one again."""
+"""Runs functions of jspec on torch tensors, packed into one array; results come back in one."""
 
 import math
 import threading
@@ -17,7 +17,7 @@ from torch_bridge.interop.layout import Layout, layout_of, without_padding
 from torch_bridge.interop.packing import Packer, Plan
 
 Arrays = Mapping[str, Array]
-"""Inputs of a traced function by name, padded: entries from a tensor's own size on hold anything.
+"""Inputs of a traced function by name, padded: entries after a tensor's own size are undefined.
 
 The `live` entry [B] is True for requests that are no padding.
 """
@@ -48,7 +48,7 @@ def run(
         dtype that `traced` gives it.
       arrays: on JAX's device already; passed on as they are.
       rows: sizes in `results` that no tensor has, from those of the tensors.
-      bucket: what letters are padded to where it is no power of two, from the tensors' sizes. It
+      bucket: padded sizes that are no power of two, by letter, from the tensors' sizes. It
         and `rows` depend on nothing but those, `static` and the shapes of `arrays`, and may refuse
         sizes.
       static: what a compilation depends on; hashable.
@@ -63,7 +63,7 @@ def run(
     given = [tensor for tensor, _ in tensors.values()]
     check_are_tensors(op, **{next(iter(tensors)): given[0]})
     device = given[0].device
-    # "auto" asks for the default device, and these tensors may lie on another one.
+    # "auto" reads the default device, and these tensors may be on another one.
     options = static | {"impl": "xla" if device.type == "cpu" else "auto"}
     named = tuple((name, form) for name, (_, form) in tensors.items())
     function = op, traced, named, tuple(options.items()), *[array.shape for array in arrays]
@@ -119,7 +119,7 @@ def _inputs(layout: Layout, words: Array) -> dict[str, Array]:
 
 
 def _cuts(results: str, sizes: Sizes) -> list[tuple[int, torch.dtype]]:
-    """Returns how many leading rows of each result are real, and the dtype that they get."""
+    """Returns how many leading rows of each result are no padding, and their dtype."""
     forms = [parsed(result) for result in results.split(", ")]
     return [(sizes[letter] + more, dtypes[0]) for dtypes, ((letter, more, _),) in forms]
 
@@ -132,7 +132,7 @@ def _take(
     shapes: tuple[tuple[int, ...], ...],
     cuts: list[tuple[int, torch.dtype]],
 ) -> list[torch.Tensor]:
-    """Copies the results, once, and cuts them."""
+    """Copies the results in one copy, and splits them."""
     flat = packer.own(words, words.shape[0], torch.int32)
     taken, offset = [], 0
     for shape, (num_rows, dtype) in zip(shapes, cuts, strict=False):

@@ -1,4 +1,4 @@
-"""Base of the classes with weights: configuration, loading, KV pages, memory, executables."""
+"""The base class of drafters on the device: configuration, loading, KV pages, executables."""
 
 import contextlib
 import warnings
@@ -40,12 +40,13 @@ class DeviceProposer:
 
     Raises:
       ValueError: the configuration lacks something, or is of another method. NotImplementedError:
-        it asks for what this drafter does not do. RuntimeError: JAX has no such device.
+        it has an option that this drafter does not support. RuntimeError: JAX has no such device.
     """
 
     methods: tuple[str, ...] = ()
     has_pages = True
     _make: Any  # makes the executable of a bucket: (config, layout, *static)
+    _run_empty: Any  # runs a step of a number of rows without requests
     _frames = 8  # from the warning of a compilation up to the caller of `propose`
 
     def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
@@ -114,7 +115,7 @@ class DeviceProposer:
         self.set_drafter(drafter.config, drafter.params)
 
     def set_drafter(self, config: Any, params: Params) -> None:
-        """Takes a drafter that is in memory already, in place of one from disk.
+        """Sets a drafter that is in memory already, instead of one from disk.
 
         Args:
           config: of one of the methods of this class.
@@ -122,7 +123,7 @@ class DeviceProposer:
 
         Raises:
           ValueError: the config is of another method or drafts another number of tokens, or the
-            params do not fit it. TypeError: they are no nested dict of arrays.
+            params do not fit it. TypeError: they are not a nested dict of arrays.
         """
         name = proposers.of(config).name
         if name not in self.methods or config.num_drafts != self.settings.num_drafts:
@@ -141,8 +142,8 @@ class DeviceProposer:
     ) -> None:
         """Takes the number and the size of KV pages from vLLM's KV cache configuration.
 
-        The drafter has attention of its own: no backend is made. It allocates as many pages as the
-        target has, to which the same block tables point.
+        The drafter has its own attention: no backend is made. It allocates as many pages as the
+        target has, addressed by the same block tables.
 
         Args:
           kv_cache_config: `num_blocks` and `kv_cache_groups[0].kv_cache_spec.block_size` are read.
@@ -172,17 +173,17 @@ class DeviceProposer:
         self._set_pages(num_pages * block_size // page_size, page_size)
 
     def initialize_cudagraph_keys(self, cudagraph_mode: Any = None) -> None:
-        """Does nothing: JAX's executables are captured in command buffers by XLA itself."""
+        """Does nothing: XLA itself captures executables in command buffers."""
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
-        """Takes the KV pages from the configuration: no layer of the drafter's is among vLLM's."""
+        """Takes the KV pages from the configuration: vLLM has none of the drafter's layers."""
         self.initialize_attn_backend(kv_cache_config)
 
     def warmup(self) -> None:
-        """Compiles what steps of every size run, up to `max_num_batched_tokens` rows.
+        """Compiles steps of every size up to `max_num_batched_tokens` rows.
 
-        For runners that do not call `dummy_run` for all sizes; no step compiles afterwards. To be
-        called when weights and KV pages are known.
+        For runners that do not call `dummy_run` for all sizes; no step compiles afterwards. Call it
+        when weights and KV pages are known.
 
         Raises:
           RuntimeError: no weights are loaded. ValueError: the number of pages is not known.
@@ -199,13 +200,13 @@ class DeviceProposer:
         is_graph_capturing: bool = False,
         slot_mappings: Any = None,
     ) -> None:
-        """Compiles what steps of so many rows run; does nothing before weights and pages are known.
+        """Compiles steps of a number of rows; does nothing before weights and pages are known.
 
-        With a `num_speculative_tokens_per_batch_size`, every number of drafts that it has as well.
+        With `num_speculative_tokens_per_batch_size`, also for every number of drafts in it.
 
         Args:
           num_tokens: rows of a step; Medusa's has one for each request.
-          is_graph_capturing: smaller steps that have no executable of their own run this one.
+          is_graph_capturing: smaller steps without an executable of their own use this one.
           use_cudagraphs, slot_mappings: not used.
         """
         del use_cudagraphs, slot_mappings
@@ -213,10 +214,6 @@ class DeviceProposer:
             self._ready()
             with self._dummy_run(is_graph_capturing):
                 self._run_empty(num_tokens)
-
-    def _run_empty(self, num_tokens: int) -> None:
-        """Runs a step of so many rows that has no request."""
-        raise NotImplementedError
 
     @property
     def _can_compile(self) -> bool:
@@ -335,7 +332,7 @@ class DeviceProposer:
         finally:
             self._compiling = "no"
             if len(self._executables) > before:
-                # A step that ran a larger executable may have one of its own now.
+                # A step that used a larger executable may have one of its own now.
                 self._packer.forget_plans()
                 self._warns = True
 
@@ -349,9 +346,9 @@ class DeviceProposer:
             for name, tensor in named.items()
         )
         warnings.warn(
-            f"{self._owner}: a step compiles while it is waited for: {shapes}. Call "
-            "warmup(), or dummy_run for so many rows, before the first request. Further ones are "
-            "not reported.",
+            f"{self._owner}: a step compiles while requests wait: {shapes}. Call warmup(), or "
+            "dummy_run for that number of rows, before the first request. Later ones are not "
+            "reported.",
             UserWarning,
             stacklevel=self._frames,
         )
@@ -375,7 +372,7 @@ class DeviceProposer:
 
     def _load_options(self) -> dict[str, Any]:
         parallel = self._read("speculative_config.parallel_drafting", None)
-        if parallel is None or self.method == "dflash":  # which drafts in parallel in any case
+        if parallel is None or self.method == "dflash":  # always drafts in parallel
             return {}
         can = self.method in ("eagle3", "draft_model")
         return {"parallel_drafting": bool(parallel)} if parallel or can else {}

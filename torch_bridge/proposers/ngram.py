@@ -1,6 +1,6 @@
-"""N-gram lookup on the device, and what a runner calls around it; on the host see `ngram_host`.
+"""N-gram lookup on the device, and functions that a runner calls with it; see also `ngram_host`.
 
-The functions read and write attributes of vLLM's own objects. Source: vLLM
+The functions read and write attributes of vLLM's objects. Source: vLLM
 v1/spec_decode/ngram_proposer_gpu.py.
 """
 
@@ -32,8 +32,8 @@ __all__ = [
 class NgramProposerGPU(Lookup):
     """Drafts what `NgramProposer` does on the device, from histories that stay there.
 
-    Unlike `jspec`'s drafter, and as the original, it does not end at `max_model_len`: near the
-    limit, a runner takes no drafts. Construction compiles for every size of a batch, on a
+    Unlike `jspec`'s drafter, and like the original, it does not stop at `max_model_len`: near the
+    limit a runner uses no drafts. Construction compiles for every size of a batch, on a
     temporary table of histories.
 
     Args:
@@ -82,15 +82,15 @@ class NgramProposerGPU(Lookup):
 
         JAX reads the histories where they are if they begin a contiguous table of at least
         `max_num_seqs` rows, of which they may be a slice, and of `max_model_len` columns; or else a
-        copy. The table is kept until a call with another one. What is larger than the configuration
-        says, rows or columns, compiles at its first step.
+        copy. The table is referenced until a call with another one. More rows or columns than the
+        configuration says compile at their first step.
 
         Args:
           num_tokens_no_spec: int [B] known tokens of each row before this step; not changed.
           token_ids_gpu: int32 [B, S] known tokens, rewritten; what lies after them is not read.
           valid_sampled_token_ids_gpu: int [B, W] sampled tokens; a PAD leaves its cell as it was,
-            and what would land outside of its row is dropped.
-          valid_sampled_tokens_count: int [B] columns of it that count; 0 drafts nothing.
+            and tokens past the end of a row are dropped.
+          valid_sampled_tokens_count: int [B] number of its valid columns; 0 drafts nothing.
           num_speculative_tokens: K of this step, by default the configured one.
 
         Returns:
@@ -148,8 +148,8 @@ class NgramProposerGPU(Lookup):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Counts the valid sampled tokens of each row and picks the one it continues from.
 
-        Valid tokens are taken to be packed left: with a hole the token at column `count - 1` is
-        returned, whatever it is. Nothing waits for the device.
+        Valid tokens are assumed to be left-aligned: the token at column `count - 1` is returned,
+        also where an invalid one is before it. Nothing waits for the device.
 
         In: sampled [[9 1000 3 -1]], vocab_size 100. Out: next_token [1000], count [2].
 
@@ -157,8 +157,8 @@ class NgramProposerGPU(Lookup):
           sampled_token_ids: int [B, W] with PAD where there is none, or a list for each request.
           gpu_input_batch: `num_reqs` (B) and `vocab_size`, from which on ids are invalid, are read.
           token_ids_gpu: int32 [at least B, S] known tokens.
-          num_tokens_no_spec: int [at least B] known tokens of each row; the last of them serves a
-            row without valid token.
+          num_tokens_no_spec: int [at least B] known tokens of each row; a row without a valid
+            token continues from the last of them.
           discard_request_mask: bool [at least B] rows whose sampled tokens must not count.
 
         Returns:
@@ -193,7 +193,7 @@ class NgramProposerGPU(Lookup):
         return torch.where(count > 0, newest, backup), count, sampled
 
     def _table(self, token_ids: torch.Tensor, rows: int) -> jax.Array:
-        """Hands the histories to JAX, with the memory after them up to so many rows."""
+        """Passes the histories to JAX, with the memory after them up to `rows` rows."""
         B, width = token_ids.shape
         num_tokens = token_ids.untyped_storage().nbytes() // 4 - token_ids.storage_offset()
         # JAX needs 64 bytes of alignment on a CPU, XLA 16 on a GPU.
@@ -205,14 +205,14 @@ class NgramProposerGPU(Lookup):
             self._copy[:B, :width].copy_(token_ids)
             token_ids, width = self._copy, wanted
         key = token_ids.data_ptr(), width
-        if key != self._shared_key:  # the arrays keep their memory: an address is not reused
+        if key != self._shared_key:  # the arrays hold their memory, so its address is not reused
             self._shared, self._shared_key = {}, key
         if rows not in self._shared:
             self._shared[rows] = alias(token_ids.as_strided((rows, width), (width, 1)))
         return self._shared[rows]
 
     def _warm_up(self) -> None:
-        """Compiles what steps of all sizes run: as many executables as a size has bits."""
+        """Compiles steps of all sizes: powers of two of rows."""
         most = self.max_num_seqs
         table = empty((most, self.max_model_len), torch.int32, self.device)
         zeros = torch.zeros(most, dtype=torch.int32, device=self.device)
@@ -229,8 +229,8 @@ def _append(
     last = token_ids.shape[1] - 1
     # A negative length becomes a place far after the end of the row.
     start = (num_tokens.long() & (2**63 - 1)).unsqueeze(1)
-    # Columns beyond the end of a row repeat the one for its last cell: among writes to one cell, a
-    # device may keep any.
+    # Columns past the end of a row repeat the one for its last cell: of several writes to a cell,
+    # a device may keep any.
     column = torch.arange(sampled.shape[1], device=sampled.device)
     column = column.minimum((last - start).clamp_(min=0))  # [B, W]
     place = start + column
@@ -253,13 +253,14 @@ def update_scheduler_for_invalid_drafts(
     scheduler_output: Any,
     req_id_to_index: dict[str, int],
 ) -> None:
-    """Removes drafts that do not exist from a scheduled step.
+    """Removes invalid drafts from a scheduled step.
 
-    A request that keeps none loses its entry. One without index or without drafts stays as it is.
+    The entry of a request without valid drafts is deleted. A request without index or without
+    drafts stays as it is.
 
     Args:
       num_valid_draft_tokens_event: waited for; None where nothing was queued.
-      num_valid_draft_tokens_cpu: int [B] drafts that exist, by row.
+      num_valid_draft_tokens_cpu: int [B] number of valid drafts, by row.
       scheduler_output: `scheduled_cached_reqs.req_ids` is read; `scheduled_spec_decode_tokens`,
         `num_scheduled_tokens` and `total_num_scheduled_tokens` are rewritten.
       req_id_to_index: row of each request.
@@ -295,8 +296,8 @@ def update_ngram_gpu_tensors_incremental(
     """Reorders histories on the device after the batch was reordered.
 
     The row of a continuing request is moved on the device; a new or resumed one
-    gets its known tokens from the host, and so do all in the first call. Lengths always come from
-    the host. Queued on the caller's stream; nothing waits for it.
+    gets its known tokens from the host, and so do all in the first call. Lengths are always
+    copied from the host. Everything is queued on the caller's stream, without a wait.
 
     Args:
       input_batch: `req_id_to_index`, `prev_req_id_to_index` (None = first call),

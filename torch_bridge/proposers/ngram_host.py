@@ -17,7 +17,7 @@ from torch_bridge.proposers.settings import ConfigReader, Settings, count_first,
 
 
 class Lookup:
-    """What drafters with n-gram lookup read of the configuration; they have no weights."""
+    """The configuration of drafters with n-gram lookup, which have no weights."""
 
     def __init__(self, vllm_config: Any):
         read = ConfigReader(vllm_config, type(self).__name__)
@@ -104,7 +104,7 @@ class NgramProposer(Lookup):
                 f"the width of `token_ids_cpu`. Pass the number of known tokens of each row."
             )
         history = np.ascontiguousarray(table[:B]).view()
-        history.flags.writeable = False  # one numba type, so one compilation, for all arrays
+        history.flags.writeable = False  # one numba type for all arrays, so one compilation
         tokens, counts = np.empty((B, num_drafts), np.int32), np.zeros(B, np.int32)
         limits = self.min_n, self.max_n, self.max_model_len
         _search(history, lengths.astype(np.int32), *limits, tokens, counts)
@@ -116,7 +116,7 @@ _LENGTHS = ("int32", "int64")
 
 
 def _on_host(owner: str, name: str, array: Any, ndim: int, dtypes: tuple[str, ...]) -> np.ndarray:
-    """Takes an array of numpy or a tensor on the CPU, in the memory that it has."""
+    """Returns a numpy array, or a tensor on the CPU as one, without a copy."""
     if isinstance(array, torch.Tensor) and array.device.type == "cpu":
         array = array.detach().numpy()
     if isinstance(array, np.ndarray) and array.ndim == ndim and str(array.dtype) in dtypes:
@@ -137,8 +137,8 @@ _SEARCH_TYPES = (
 )
 
 
-# Not jspec's search, which ends a draft at a negative id. On one thread, as vLLM's: a pool of
-# threads does not survive a fork.
+# Not jspec's search, which ends a draft at a negative id. On one thread, as in vLLM: a thread pool
+# does not work after a fork.
 @entry(ngram)
 def _search(
     history,  # [B, S]

@@ -90,7 +90,7 @@ class Settings:
 
 
 def refuse_context_parallelism(owner: str, name: str) -> NoReturn:
-    """Raises NotImplementedError: pages are split over ranks, and a drafter has whole ones."""
+    """Raises NotImplementedError: pages are split over ranks, and a drafter's are not."""
     raise NotImplementedError(
         f"{owner}: `{name}` says that the KV cache is split over ranks, and the drafter has pages "
         "of its own for whole requests. Run without decode and prefill context parallelism, or "
@@ -99,7 +99,7 @@ def refuse_context_parallelism(owner: str, name: str) -> NoReturn:
 
 
 def check_supported(read: ConfigReader, has_pages: bool) -> None:
-    """Refuses choices that would silently do something else."""
+    """Refuses options that the drafter would ignore."""
     owner = read.owner
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if has_pages and read(f"parallel_config.{name}", 1) > 1:
@@ -126,7 +126,7 @@ def check_supported(read: ConfigReader, has_pages: bool) -> None:
 
 
 def count_first(method: Any) -> Any:
-    """Lets a method take `num_speculative_tokens` in front of its other arguments, as 0.33 does."""
+    """Lets a method take `num_speculative_tokens` as first argument, as vLLM 0.33 passes it."""
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
@@ -138,7 +138,7 @@ def count_first(method: Any) -> Any:
 
 
 def drafts_of_step(owner: str, asked: int | None, most: int) -> int:
-    """Returns K of a step: what the caller asks for, or else the configured number.
+    """Returns K of a step: the number that the caller passes, or else the configured one.
 
     Raises:
       TypeError: it is no integer. ValueError: it is below 0 or above the configured number.

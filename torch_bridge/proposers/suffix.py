@@ -15,7 +15,7 @@ from torch_bridge.proposers.settings import ConfigReader, count_first, drafts_of
 
 
 class SuffixDecodingProposer:
-    """Drafts what most often followed the end of a request's tokens in all requests so far.
+    """Drafts the most frequent continuation of a request's last tokens in all requests so far.
 
     JAX does not run, so it works in forked workers. Construction compiles.
 
@@ -32,7 +32,7 @@ class SuffixDecodingProposer:
       max_spec_factor: a match of m tokens drafts at most `factor * m`.
       min_token_prob: a draft ends before a token that is less probable.
       max_model_len: most tokens of a request.
-      suffix_cache: the trees; `suffix_cache.save(path)` keeps them.
+      suffix_cache: the trees; `suffix_cache.save(path)` writes them to a file.
 
     Raises:
       ValueError: a value is missing or out of range.
@@ -76,8 +76,8 @@ class SuffixDecodingProposer:
     ) -> list[list[int]]:
         """Adds the sampled tokens to the trees and drafts; row i is added before row i + 1 drafts.
 
-        A request that is not in the batch is stopped. When it comes back, preempted, it starts
-        again from its prompt alone, as in the original: its response so far is forgotten.
+        A request that is not in the batch is stopped. When it is resumed after preemption, it
+        starts from its prompt alone, as in the original: its response so far is discarded.
 
         Args:
           input_batch: vLLM's: `req_ids`, `req_id_to_index`, `num_tokens_no_spec` (the sampled

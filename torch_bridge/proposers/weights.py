@@ -27,7 +27,7 @@ def target_of(
     """Returns the parts of a target that a drafter is loaded with: config, embedding and head.
 
     Args:
-      target: a module of vLLM's or transformers' form, whose tables JAX then reads where they are,
+      target: a module of vLLM's or transformers' form, whose tables JAX reads without a copy,
         or the path of a checkpoint.
       read: reads vLLM's configuration: `model_config.hf_config` is the target's config.json, and
         `model_config.dtype` the dtype that a checkpoint is read as.
@@ -51,21 +51,17 @@ def target_of(
     inner = getattr(language_model, "model", None)
     embedding = getattr(inner, "embed_tokens", None)
     embedding = getattr(inner, "embedding", None) if embedding is None else embedding
-    if embedding is None:
-        raise AttributeError(
-            f"{owner}: `target_model` is a {type(target).__name__} without model.embed_tokens or "
-            "model.embedding. Pass the target's module, or the path of its checkpoint."
-        )
-    tables = {"embed": getattr(embedding, "weight", None)}
+    modules = {"embed": (embedding, "model.embed_tokens or model.embedding")}
     if not config.tie_embeddings:
-        head = getattr(language_model, "lm_head", None)
-        tables["head"] = getattr(head, "weight", None)
-        if head is None:
+        modules["head"] = getattr(language_model, "lm_head", None), "lm_head"
+    params = {}
+    for name, (module, wanted) in modules.items():
+        if module is None:
             raise AttributeError(
-                f"{owner}: `target_model` is a {type(target).__name__} without lm_head. Pass the "
+                f"{owner}: `target_model` is a {type(target).__name__} without {wanted}. Pass the "
                 "target's module, or the path of its checkpoint."
             )
-    params = {name: _share(name, table, config, device, owner) for name, table in tables.items()}
+        params[name] = _share(name, getattr(module, "weight", None), config, device, owner)
     return Model(config, params, None, None, ())
 
 
@@ -74,9 +70,9 @@ def target_has_axes(read: ConfigReader) -> bool:
 
     `model_config.uses_mrope`, or else `model_config.hf_config`, is read.
     """
-    told = read("model_config.uses_mrope", None)
-    if told is not None:
-        return bool(told)
+    uses_mrope = read("model_config.uses_mrope", None)
+    if uses_mrope is not None:
+        return bool(uses_mrope)
     hf_config = _as_dict(read("model_config.hf_config", {}))
     configs = [hf_config, _as_dict(hf_config.get("text_config") or {})]
     ropes = [c.get(name) for c in configs for name in ("rope_parameters", "rope_scaling")]
