@@ -40,8 +40,7 @@ def run(
     Args:
       op: name of the function, for messages and profiles.
       traced: takes (packed arrays, *arrays, **static) and returns a tuple of integer or bool
-        arrays, of which the
-        last may be of floats.
+        arrays, of which the last may be of floats.
       tensors: name to (tensor, form), see `check_tensors`; the first axis may change from call to
         call.
       results: dtype and rows of each result, as "long R, bool R, int B+1". A float result has the
