@@ -146,7 +146,7 @@ def from_host(array: np.ndarray) -> torch.Tensor:
     Raises:
       TypeError: torch has no such dtype.
     """
-    if array.dtype == jnp.bfloat16:
+    if array.dtype == _DTYPES[torch.bfloat16]:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     try:
         return torch.from_numpy(array)
