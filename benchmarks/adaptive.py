@@ -1,12 +1,12 @@
-"""Default drafting against plain decoding on this CPU, by kind of text, batch and drafter.
+"""Default draft length against plain decoding on this CPU, by kind of text, batch and drafter.
 
     python benchmarks/adaptive.py --output benchmarks/results/adaptive-cpu.json
     python benchmarks/adaptive.py --cells copy-1-0,chat-8-0.8 --rounds 3
 
 A cell is KIND-BATCH-TEMPERATURE. In each, plain decoding and the drafters without weights decode
-the same prompts side by side, a step each in turn, so that what else runs on the machine slows all
-of them alike. Compilation, measurements and passes that read prompts are not counted. The medians
-of some rounds are compared.
+the same prompts with interleaved steps, so that other work on the machine affects all of them
+equally. Compilation, measurements and prefill are not counted. The medians of the rounds are
+compared.
 """
 
 import argparse
@@ -49,7 +49,7 @@ QUESTIONS = (  # with the four of the demo a batch of eight different ones
 
 
 class Cell(NamedTuple):
-    """What is compared: a kind of prompts, how many of them together, and how tokens are chosen."""
+    """One comparison: kind of prompts, batch size and temperature."""
 
     kind: str
     batch: int
@@ -115,7 +115,7 @@ def main() -> None:
 def compare(
     model: Model, cell: Cell, prompts: list[list[int]], cache: CacheConfig, arguments: Any
 ) -> list[dict[str, Any]]:
-    """Lets plain decoding and the drafters take turns."""
+    """Interleaves the steps of plain decoding and of the drafters."""
     configs = {"plain": None} | {
         name: proposers.find(name).Config(**options) for name, options in DRAFTERS.items()
     }
@@ -157,7 +157,7 @@ def compare(
 
 
 class Turns:
-    """Lets one thread run at a time, in a ring."""
+    """Lets one thread run at a time, in a fixed order."""
 
     def __init__(self, names: Sequence[str]):
         self._ring = deque(names)
@@ -175,7 +175,7 @@ class Turns:
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Takes part in the ring."""
+        """Runs in its turn."""
         self.wait(name)
         try:
             yield
@@ -186,10 +186,10 @@ class Turns:
 
 
 class Clock:
-    """Counts the tokens after the first of each prompt, and the time of passes that read no prompt.
+    """Counts the tokens after the first of each prompt, and the time of passes without prefill.
 
     Those are the passes after the first token of each request in the batch. Called with the new
-    tokens of a step, it lets the others take theirs before it returns.
+    tokens of a step, it returns after the others have run a step each.
     """
 
     def __init__(self, turns: Turns, name: str, batch: int):

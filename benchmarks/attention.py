@@ -3,7 +3,7 @@
     python -m benchmarks.attention --output benchmarks/results/attention-h200.json   # on a GPU
     python -m benchmarks.attention --smoke                                           # anywhere
 
-A program chains calls: what one attends to is the next one's query, so that none is dropped or
+A program chains calls: the output of each is the query of the next, so that none is eliminated or
 merged, and each reads another layer, so that keys and values come from memory and not from a cache
 of the device. The slope between a short and a long chain is the time of a call. `GB/s` counts the
 keys and values of one layer.
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     counts = arguments.counts or ([1, 3] if arguments.smoke else [8, 24])
-    roads = ("xla", "interpret" if arguments.smoke else "pallas")
+    impls = ("xla", "interpret" if arguments.smoke else "pallas")
     results: dict[str, Any] = {
         "setting": {
             "command": command_line("attention"),
@@ -55,16 +55,16 @@ def main() -> None:
         "cells": [],
     }
     for size in SMOKE_SIZES if arguments.smoke else SIZES:
-        results["cells"].append(compare(*size, arguments.ragged, roads, counts))
+        results["cells"].append(compare(*size, arguments.ragged, impls, counts))
         print(json.dumps(results["cells"][-1]), flush=True)
-        if arguments.output:  # after each, so that a run cut short keeps what it has
+        if arguments.output:  # after each, so that an interrupted run keeps its results
             arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def compare(
-    B: int, context: int, ragged: bool, roads: tuple[str, ...], counts: list[int]
+    B: int, context: int, ragged: bool, impls: tuple[str, ...], counts: list[int]
 ) -> dict[str, Any]:
-    """Measures every road on B requests of up to `context` keys."""
+    """Measures every implementation on B requests of up to `context` keys."""
     rng = np.random.default_rng(0)
     M = -(-context // PAGE_SIZE)
     lengths = rng.integers(context // 8, context + 1, B) if ragged else np.full(B, context)
@@ -80,13 +80,13 @@ def compare(
     args = (q, k, v, table, num_seen)
     cell: dict[str, Any] = {"requests": B, "keys": context, "ragged": ragged}
     results = {}
-    for road in roads:
-        programs = [jax.jit(functools.partial(chain(road, L), count)) for count in counts]
+    for impl in impls:
+        programs = [jax.jit(functools.partial(chain(impl, L), count)) for count in counts]
         us = slope(programs, args, counts)
         read = 4 * KV_HEADS * HEAD_DIM * int(lengths.sum())
-        cell[road] = {"us": us, "GB/s": read / us / 1e3}
-        once = jax.jit(functools.partial(chain(road, L), 1))
-        results[road] = np.asarray(once(jnp.zeros((), jnp.int32), *args), np.float32)
+        cell[impl] = {"us": us, "GB/s": read / us / 1e3}
+        once = jax.jit(functools.partial(chain(impl, L), 1))
+        results[impl] = np.asarray(once(jnp.zeros((), jnp.int32), *args), np.float32)
     wanted = results["xla"]
     error = max(np.abs(got - wanted).max() for got in results.values())
     cell["largest difference over the largest value"] = float(error / np.abs(wanted).max())

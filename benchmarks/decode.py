@@ -1,12 +1,11 @@
 """Decoding on this machine's CPU: plain against transformers, n-gram drafting against plain.
 
-"ngram" and "ngram_gpu" verify every draft; "adaptive" drafts as "ngram" does and verifies what is
-expected to pay, which is the default.
+"ngram" and "ngram_gpu" verify every draft; "adaptive" is "ngram" with the default draft length.
 
     python benchmarks/decode.py --output benchmarks/results/decode-cpu.json
 
-Everything is measured in one run: the contenders take turns, and the medians of the turns are
-compared. transformers (with torch) is compared where it is installed.
+Everything is measured in one run with interleaved turns, whose medians are compared. transformers
+(with torch) is included where it is installed.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from jspec.loading import load
 from jspec.runtime import benchmark
 
 CACHE = CacheConfig(num_pages=32, page_size=16, max_model_len=512, dtype="float32")
-CONTENDERS = {  # method, and what else the loop is told
+CONTENDERS = {  # method, and further options of the loop
     "ngram": ("ngram", {"drafting": "fixed"}),
     "ngram_gpu": ("ngram_gpu", {"drafting": "fixed"}),
     "adaptive": ("ngram", {}),
@@ -125,7 +124,7 @@ def against_plain(model: Model, prompts, rounds: int, sizes: dict[str, Any]) -> 
 
 
 def interleave(rounds: int, **contenders) -> dict[str, list[float]]:
-    """Lets contenders take turns; the first turn of each is a warm-up and not counted."""
+    """Interleaves the turns; the first turn of each is a warm-up and not counted."""
     turns: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(rounds + 1):
         for name, turn in contenders.items():
@@ -163,7 +162,7 @@ class Transformers:
         self.model.tie_weights()
 
     def tokens_per_second(self, prompts: list[list[int]], max_tokens: int) -> float:
-        """Times what jspec's figure times: the passes that decode, not the one that reads."""
+        """Times the same passes as for jspec: those that decode, without prefill."""
         seconds = num_tokens = 0.0
         with self.torch.inference_mode():
             for prompt in prompts:
@@ -194,7 +193,7 @@ def load_memory(path: Path) -> dict[str, float]:
 
 
 def setting(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Says where and how the figures came to be."""
+    """Returns the machine, versions and command of the figures."""
     versions = {}
     for name in ("jax", "jaxlib", "flax", "numpy", "numba", "torch", "transformers"):
         if importlib.util.find_spec(name):

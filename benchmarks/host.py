@@ -1,4 +1,4 @@
-"""Drafters on the host against the software that they stand in for.
+"""Drafters on the host against the software that they reimplement.
 
     python -m benchmarks.host --only suffix --original FOLDER --output results.json
     python -m benchmarks.host --only soak

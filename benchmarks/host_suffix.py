@@ -2,11 +2,12 @@
 
     python -m benchmarks.host --only suffix --original FOLDER
 
-FOLDER is where `arctic_inference.suffix_decoding` of version 0.1.2 can be imported from, where it
-is not installed. Its source distribution asks for torch to build; the part that is used here needs
-nanobind alone: run CMake in csrc/suffix_decoding, and put the module beside cache.py.
+`arctic_inference.suffix_decoding` of version 0.1.2 is imported from FOLDER where it is not
+installed. Its source distribution needs torch to build, but this part needs only nanobind: run
+CMake in csrc/suffix_decoding, and put the module beside cache.py.
 
-Both caches see the same texts and must give the same drafts. They take turns in one process.
+Both caches get the same texts and must give the same drafts. Their turns are interleaved in one
+process.
 """
 
 import gc
@@ -31,7 +32,7 @@ PROMPT, OUTPUT = 1024, 512
 
 
 def about(module: str) -> dict[str, Any]:
-    """Says where and how the figures came to be."""
+    """Returns the machine, versions and command of the figures."""
     about = setting() | {"command": command_line(module)}
     del about["device_lookup"]
     return about
@@ -92,7 +93,7 @@ def _table(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float
 
 
 def _memory(arctic: Callable[..., Any], responses: list[np.ndarray]) -> dict[str, float]:
-    """Compares what responses take; the original by its own estimate."""
+    """Compares the memory of responses; that of the original is its own estimate."""
     caches = SuffixDecodingCache(DEPTH, -1), arctic(DEPTH, -1)
     for cache in caches:
         for req_id, response in enumerate(responses):
@@ -136,7 +137,7 @@ def _calls(make: Callable[..., Any], served: list[np.ndarray]) -> dict[str, floa
 def _serve_both(
     arctic: Callable[..., Any], batches: list[list[np.ndarray]]
 ) -> dict[str, list[dict[str, float]]]:
-    """Serves batches with both; the first one, in which the memory grows, is not counted."""
+    """Serves batches with both; the first batch, in which the memory grows, is not counted."""
     caches = {"jspec": SuffixDecodingCache(DEPTH, 64), "original": arctic(DEPTH, 64)}
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in caches}
     for number, batch in enumerate(batches):
@@ -151,7 +152,7 @@ def _serve_both(
 
 
 def _serve(cache: Any, step: Callable, batch: list[np.ndarray], first_id: int) -> tuple:
-    """Plays the target, which accepts what equals the text; returns (us a request, drafts)."""
+    """Simulates a target that accepts drafts equal to the text; returns (us a request, drafts)."""
     known = {first_id + i: PROMPT for i in range(len(batch))}
     text = {first_id + i: tokens for i, tokens in enumerate(batch)}
     drafts: dict[int, list[int]] = {r: [] for r in known}
@@ -177,7 +178,7 @@ def _serve(cache: Any, step: Callable, batch: list[np.ndarray], first_id: int) -
 
 
 def _step_original(cache, sampled, known, text) -> dict[int, list[int]]:
-    """Does what vLLM's proposer does: one request after the other."""
+    """Drafts as vLLM's proposer does: one request after the other."""
     drafts = {}
     for req_id, new in sampled.items():
         cache.add_active_response(req_id, new)
@@ -188,7 +189,7 @@ def _step_original(cache, sampled, known, text) -> dict[int, list[int]]:
 
 
 def _step_ours(cache, sampled, known, text) -> dict[int, list[int]]:
-    """Does it in one call, whose arguments come from the same lists."""
+    """Drafts for all requests in one call, with the same lists as input."""
     new_start = np.cumsum([0, *map(len, sampled.values())], dtype=np.int32)
     new_tokens = np.array([token for new in sampled.values() for token in new], np.int32)
     room = np.array([PROMPT + OUTPUT - known[r] - 1 for r in sampled], np.int32)
@@ -198,7 +199,7 @@ def _step_ours(cache, sampled, known, text) -> dict[int, list[int]]:
 
 
 def soak(num_tokens: int) -> dict[str, Any]:
-    """Serves many requests with a small cache: memory stays flat, and the tree is right."""
+    """Serves many requests with a small cache: memory stays constant, and the tree is correct."""
     cached, size = 200, 250
     cache, marks = SuffixDecodingCache(DEPTH, cached), []
     count = num_tokens // size

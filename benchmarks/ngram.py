@@ -1,11 +1,11 @@
-"""N-gram lookup against the vLLM algorithm, restated here from its behaviour.
+"""N-gram lookup against a reimplementation of vLLM's algorithm.
 
     python -m benchmarks.ngram --host --output benchmarks/results/ngram-host.json
     python -m benchmarks.ngram --device --output benchmarks/results/ngram-device.json
 
-Host: the search with numba, and the lists that the original takes and makes in each call. Device:
-the op by each of its roads, and the original's vectorised torch code where torch is installed.
-Contenders take turns in one process, and medians are compared. `--smoke` runs tiny sizes.
+Host: the search with numba, and the lists that the original takes and returns in each call. Device:
+each implementation of the op, and the original's vectorised torch code where torch is installed.
+Turns are interleaved in one process, and medians are compared. `--smoke` runs tiny sizes.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from jspec.proposers import ngram
 from jspec.state import Batch
 
 K, MIN_N, MAX_N, VOCAB = 5, 2, 4, 32_000
-STREAM = 50  # calls in a row before the host waits, as a serving loop makes them
+STREAM = 50  # calls before the host waits, as in a serving loop
 HOST_BOUNDS = [(MIN_N, MAX_N), (5, 5), (1, 20)]
 HOST_SIZES = [(128, 4096), (128, 32_768)]
 DEVICE_SIZES = [(64, 4096), (64, 32_768), (256, 32_768)]
 SMOKE_SIZES = [(4, 256)]
-ROTATED_BYTES = 2**28  # histories that calls take turns with: more than any cache holds
+ROTATED_BYTES = 2**28  # histories that calls alternate between: more than fit into a cache
 BANDWIDTH = {"NVIDIA H200": 4.3e12}  # bytes a second, reads of a long array
 
 
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def setting() -> dict[str, Any]:
-    """Says where and how the figures came to be."""
+    """Returns the machine, versions and command of the figures."""
     packages = ("jax", "jaxlib", "numpy", "numba", "torch")
     versions = {p: importlib.metadata.version(p) for p in packages if importlib.util.find_spec(p)}
     with open("/proc/cpuinfo") as lines:
@@ -87,7 +87,7 @@ def setting() -> dict[str, Any]:
 
 
 def take_turns(rounds: int, contenders: dict[Any, Callable[[], Any]]) -> dict[Any, list[float]]:
-    """Returns the sorted microseconds of each contender's turns; its first one is not counted."""
+    """Returns the sorted microseconds of the turns of each; the first turn is not counted."""
     turns: dict[Any, list[float]] = {name: [] for name in contenders}
     for i in range(rounds + 1):
         for name, call in contenders.items():
@@ -106,7 +106,7 @@ def medians(turns: dict[Any, list[float]]) -> dict[Any, float]:
 
 
 def contexts(B: int, S: int) -> dict[str, np.ndarray]:
-    """Makes token histories: what the search costs depends on how they repeat themselves."""
+    """Makes token histories: the time of the search depends on how they repeat."""
     rng = np.random.default_rng(0)
     copied = rng.integers(0, VOCAB, (B, S))
     copied[:, -MAX_N:] = copied[:, S // 2 - MAX_N : S // 2]  # the suffix occurs once, half way
@@ -177,7 +177,7 @@ def host(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
 
 
 def host_calls(token_ids: np.ndarray, bounds: tuple[int, int]) -> dict[str, Callable[[], Any]]:
-    """The contenders: what drafts for one step of these histories."""
+    """Makes the functions that are compared, each of which drafts one step of these histories."""
     B, S = token_ids.shape
     limit = S + K
     original = Original(B, limit, bounds, K)
@@ -265,8 +265,8 @@ def first_call() -> dict[str, dict[str, float]]:
 
 
 def device(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
-    """Times the op by each road: a call that is waited for, one of a stream of calls that the host
-    runs ahead of, and the device time of one call in a chain inside one executable."""
+    """Times each implementation of the op: a call that is waited for, one of several asynchronous
+    calls, and the device time of one call in a chain inside one executable."""
     on_gpu = jax.devices()[0].platform == "gpu"
     kernel = "pallas" if on_gpu else "interpret"
     impls = ["xla", kernel]
@@ -331,12 +331,12 @@ def device(sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
 
 @jax.jit
 def _empty(token_ids, seq_lens, mask, rows):
-    """What a call costs that does nothing: the floor of a blocked call."""
+    """Times a call that does nothing: the lower bound of a blocked call."""
     return seq_lens + rows, seq_lens
 
 
 def rotate(call, args, rows, calls: int = 1) -> Callable[[], Any]:
-    """Makes calls and waits; every call reads other histories, so that no cache holds them."""
+    """Makes calls and waits; every call reads other histories, so that they are in no cache."""
     turn = iter(range(10**9))
     return lambda: jax.block_until_ready(
         [call(*args, rows[next(turn) % len(rows)]) for _ in range(calls)]
@@ -351,7 +351,7 @@ def chain(op, length: int, B: int, copies: int, args) -> Callable[[], Any]:
         for i in range(length):
             rows = jnp.arange(B, dtype=jnp.int32) + (i % copies) * B
             drafts, num_valid = op(token_ids, seq_lens, mask, rows)
-            # Adds zero, which no compiler can know.
+            # Adds zero, which the compiler cannot know.
             seq_lens = seq_lens + jnp.minimum(num_valid, 0) + jnp.minimum(drafts[:, 0] + 1, 0)
         return seq_lens
 

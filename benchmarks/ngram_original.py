@@ -1,4 +1,4 @@
-"""vLLM's n-gram search, restated from its behaviour: what `benchmarks.ngram` compares with."""
+"""vLLM's n-gram search, reimplemented from its behaviour, for `benchmarks.ngram`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ def _draft_batch(valid, num_tokens, token_ids, min_n, max_n, max_model_len, k, d
 
 
 class Original:
-    """Lists of sampled tokens in, lists of drafts out, with result buffers that persist.
+    """Drafts lists from lists of sampled tokens, with result buffers that persist.
 
     In favour of the original, a set answers which requests were searched.
     """

@@ -1,12 +1,13 @@
-"""A whole drafting step of n-gram lookup on a GPU, against the torch calls of the original's step.
+"""A complete drafting step of n-gram lookup on a GPU, against the torch calls of the original.
 
     python -m benchmarks.ngram_step --output benchmarks/results/ngram-step-h200.json
 
-A step takes what the verifier kept to the next drafts: it counts the valid tokens, picks the one to
-go on from, appends them to the histories and looks the suffix up. Ours is one executable
-(`jspec.step`); the original makes a dozen eager calls and a compiled one. "compiled whole" is what
-torch.compile makes of all of them. A turn is a number of calls of one contender, each waited for
-("blocked"), or the last alone ("in a stream"); contenders take turns. `--smoke` runs a tiny size.
+A step goes from the verified tokens to the next drafts: it counts the valid tokens, picks the one
+to continue from, appends them to the histories and looks the suffix up. jspec's is one executable
+(`jspec.step`); the original makes a dozen eager calls and a compiled one. "compiled whole" is all
+of them under torch.compile. A turn is a number of calls of one implementation, where every call is
+waited for ("blocked"), or only the last ("in a stream"); turns are interleaved. `--smoke` runs a
+tiny size.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 def compare(B: int, S: int, rounds: int) -> dict[str, Any]:
-    """Times every contender on histories of S tokens, the newest of which was just sampled."""
+    """Times every implementation on histories of S tokens, the newest of which was just sampled."""
     histories = contexts(B, S)["copied"]
     ours, drafts = our_step(histories)
     contenders = {"jspec.step": ours}
@@ -107,14 +108,14 @@ def our_step(histories: np.ndarray) -> tuple[Callable[[bool], None], tuple[Any, 
 
 
 def sampled_tokens(histories: np.ndarray) -> np.ndarray:
-    """The newest token of each history, as the verifier hands it over."""
+    """Returns the newest token of each history, in the form of verified tokens."""
     sampled = np.full((len(histories), K + 1), jspec.PAD_TOKEN, np.int32)
     sampled[:, 0] = histories[:, -1]
     return sampled
 
 
 def original_steps(histories: np.ndarray) -> dict[str, tuple[Callable[[bool], None], Any]]:
-    """The original's step in torch, restated from its behaviour; none without torch."""
+    """The original's step in torch, reimplemented; none without torch."""
     try:
         import torch
     except ImportError:

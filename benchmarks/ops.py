@@ -4,9 +4,9 @@
     python -m benchmarks.ops --smoke                                       # anywhere
 
 A program chains calls: each output feeds a small fusion (the link), which feeds the next call, so
-that none is dropped, merged or reordered. The slope between a short and a long chain, less the
+that none is eliminated, merged or reordered. The slope between a short and a long chain, less the
 slope of a chain of links alone, is the time of a call. Each op and implementation runs in its own
-process: one that fails or hangs costs its own cells only.
+process, so that a failure loses only its own cells.
 """
 
 import argparse
@@ -35,9 +35,9 @@ from jspec import pallas
 from jspec.pallas import _backend
 
 OPS = ("next_token", "sample_index", "eagle_step", "expand_eagle", "expand_dflash")
-GPU_ROADS = ("xla", "triton", "mosaic")
-ANY_ROADS = ("xla", "interpret")
-UNROLLED = 20  # calls in the body of the loop: compiled once, and long beside a loop's overhead
+GPU_IMPLS = ("xla", "triton", "mosaic")
+ANY_IMPLS = ("xla", "interpret")
+UNROLLED = 20  # calls in the body of the loop: long compared with the loop's own overhead
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--counts", nargs=2, type=int, help="calls in the two chains")
     parser.add_argument("--limit", type=int, default=180, help="seconds for one implementation")
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--worker", nargs=2, metavar=("OP", "ROAD"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, metavar=("OP", "IMPL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or (["b1"] if arguments.smoke else list(STEPS))
     arguments.counts = arguments.counts or ([1, 3] if arguments.smoke else [100, 600])
@@ -61,17 +61,17 @@ def main() -> None:
 
     results: dict[str, Any] = {"setting": setting(arguments), "ops": {}}
     for op in arguments.ops:
-        for road in ANY_ROADS if arguments.smoke else GPU_ROADS:
-            results["ops"].setdefault(op, {})[road] = run_worker(op, road, arguments)
-            print(f"{op} {road}: done", file=sys.stderr)
-            if arguments.output:  # after each, so that a run cut short keeps what it has
+        for variant in ANY_IMPLS if arguments.smoke else GPU_IMPLS:
+            results["ops"].setdefault(op, {})[variant] = run_worker(op, variant, arguments)
+            print(f"{op} {variant}: done", file=sys.stderr)
+            if arguments.output:  # after each, so that an interrupted run keeps its results
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)
                 arguments.output.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results, arguments.steps))
 
 
 def setting(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Says what ran where, with which shapes."""
+    """Returns device, versions and shapes."""
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -85,9 +85,9 @@ def setting(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_worker(op: str, road: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures one implementation in a process of its own; an error is a result too."""
-    command = [sys.executable, "-m", "benchmarks.ops", "--worker", op, road]
+def run_worker(op: str, variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures one implementation in a process of its own; an error is returned as a result."""
+    command = [sys.executable, "-m", "benchmarks.ops", "--worker", op, variant]
     command += ["--steps", *arguments.steps, "--counts", *map(str, arguments.counts)]
     # Unfiltered, so that a traceback ends with the exception itself.
     settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_TRACEBACK_FILTERING": "off"}
@@ -108,15 +108,15 @@ def run_worker(op: str, road: str, arguments: argparse.Namespace) -> dict[str, A
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def work(op: str, road: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def work(op: str, variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures one implementation at each shape, after comparing it with plain XLA."""
     device = jax.devices()[0]
     cells = {}
     for name in arguments.steps:
         function, args = case(op, STEPS[name])
-        impl = "pallas" if road in ("triton", "mosaic") else road
+        impl = "pallas" if variant in ("triton", "mosaic") else variant
         call = functools.partial(function, impl=impl)
-        with _backend.use_lowering(road) if impl == "pallas" else contextlib.nullcontext():
+        with _backend.use_lowering(variant) if impl == "pallas" else contextlib.nullcontext():
             call = jax.jit(call)  # traced and lowered once for a whole chain
             got = call(*args)
             want = jax.jit(functools.partial(function, impl="xla"))(*args)
@@ -137,7 +137,7 @@ def work(op: str, road: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def case(op: str, shape: StepShape) -> tuple[Callable, tuple[jax.Array, ...]]:
-    """Draws a step: an op with its static arguments, and its arrays."""
+    """Makes a random step: an op with its static arguments, and its arrays."""
     rng = np.random.default_rng(0)
     B, W, T = shape.requests, shape.width, shape.rows
     kept = rng.integers(1, W + 1, B)
@@ -253,27 +253,27 @@ def launches(program: Callable, args: tuple) -> dict[str, int]:
 
 
 def table(results: dict[str, Any], steps: list[str]) -> str:
-    """Lays the results out as Markdown."""
+    """Formats the results as Markdown."""
     lines = [
         "| op | implementation | " + " | ".join(steps) + " | command buffer |",
         "| --- " * (len(steps) + 3) + "|",
     ]
-    for op, roads in results["ops"].items():
-        for road, result in roads.items():
+    for op, variants in results["ops"].items():
+        for variant, result in variants.items():
             if "error" in result:
-                lines.append(f"| {op} | {road} | failed: {result['error']} |")
+                lines.append(f"| {op} | {variant} | failed: {result['error']} |")
                 continue
             cells = [result["cells"][name] for name in steps]
             times = [f"{c['us']:.2f}" if c["same_as_xla"] else "WRONG" for c in cells]
             inside = {describe(cell["launches"]) for cell in cells if "launches" in cell}
             lines.append(
-                f"| {op} | {road} | {' | '.join(times)} | {'; '.join(sorted(inside)) or '-'} |"
+                f"| {op} | {variant} | {' | '.join(times)} | {'; '.join(sorted(inside)) or '-'} |"
             )
     return "\n".join(lines)
 
 
 def describe(counts: dict[str, int]) -> str:
-    """Says in a word or two where a program's kernels ran."""
+    """Returns in a word or two where a program's kernels ran."""
     if not counts["graphs"]:
         return f"outside ({counts['kernels']} launches)" if counts["kernels"] else "not traced"
     return "inside" if not counts["kernels"] else f"split ({counts['graphs']} graphs)"

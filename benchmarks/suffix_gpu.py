@@ -1,17 +1,18 @@
-"""Suffix decoding as array programs: does a device form earn its place?
+"""A prototype of suffix decoding on a device, with arrays instead of a tree.
 
     python -m benchmarks.suffix_gpu --output benchmarks/results/suffix-device.json
 
-A request's own tree needs no tree on a device. Keep for each place of the text how many tokens up
-to it equal the newest ones, at most `depth`; a new token updates all of them at once:
+On a device, arrays can replace the tree of a request. They have for each index of the text how many
+tokens up to it equal the newest ones, at most `depth`; a new token updates all of them in one
+operation:
 
     match'[i] = match[i - 1] + 1 where text[i] == token, else 0
 
 A match of m tokens occurs where `match >= m`, and its draft is the most frequent next token among
-these places, again and again. The prototype follows the CANDIDATES longest and newest of them, for
-all m at once, and tells where that was not all of them or where tokens were equally frequent: the
-order of equals depends on how a tree was built, which arrays do not remember. Everywhere else its
-drafts must be those of the tree. Responses of other requests are out of its reach.
+these indices, repeatedly. The prototype follows the CANDIDATES longest and newest of them, for
+all m in parallel, and reports where there were more or where tokens were equally frequent: their
+order depends on how the tree was built, which the arrays do not have. Everywhere else its
+drafts must equal those of the tree. It does not search responses of other requests.
 """
 
 import argparse
@@ -107,7 +108,7 @@ def start(prompts):
 
 
 def check(kind: str, num_requests: int, size: int) -> dict[str, float]:
-    """Compares with the tree, after each of some tokens; returns how often it was sure."""
+    """Compares with the tree, after each of some tokens; returns how often `is_sure` was True."""
     batch = np.stack(texts(kind, num_requests, size))
     rows, sure, equal = 0, 0, 0
     for known in range(size - 40, size + 1, 8):

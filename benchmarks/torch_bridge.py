@@ -1,17 +1,17 @@
-"""Host time of the PyTorch classes beyond the JAX call, and a look for waits for the device.
+"""Host time of the PyTorch classes beyond the JAX call, and whether they wait for the device.
 
     python -m benchmarks.torch_bridge --output benchmarks/results/torch-bridge-h200.json
 
 The step is EAGLE-3's, 64 requests that each verified 5 drafts. `propose` goes from torch tensors to
 torch tensors; "beyond its JAX call" is what it takes without the call of its executable; "around
 nothing" is the same with nothing called. A call is timed until it returns; on a CPU the drafts are
-there then. All are timed in two places:
+computed by then. All are timed in two situations:
 
 - in a runner's step: the device runs the target (here it counts cycles for a millisecond), the host
-  prepares and drafts meanwhile, and then the device is waited for, outside of the clock;
+  prepares and drafts meanwhile, and then the device is waited for, which is not timed;
 - back to back: eight calls in a row while the device is busy.
 
-Contenders take turns; medians of the turns' medians. `--smoke` runs a tiny size.
+Turns are interleaved; figures are medians of the turns' medians. `--smoke` runs a tiny size.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from jspec.proposers import eagle3
 from torch_bridge import EagleProposer
 
 CONTEXT = 1024  # tokens a request
-CALLS = 48  # of one contender: a turn
+CALLS = 48  # of one function: a turn
 IN_A_ROW = 8
 TARGET = 2_000_000  # clock cycles: about a millisecond
 LLAMA_8B = {
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 class Step:
-    """A drafter in the middle of decoding, and the tensors that a runner hands it."""
+    """A drafter in the middle of decoding, and the tensors that a runner passes to it."""
 
     def __init__(self, shape: StepShape, model: dict[str, int], device: torch.device):
         B, W, T, D = shape.requests, shape.width, shape.rows, model["hidden_size"]

@@ -1,4 +1,4 @@
-"""Recorded model folders with one random fault each, and what loading makes of them.
+"""Recorded model folders with one random fault each, and how loading handles them.
 
     python -m tests.corruptions --count 200 --seed 0
 

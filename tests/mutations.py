@@ -1,8 +1,8 @@
-"""Changes recorded values one at a time: does a test turn red? `python -m tests.mutations`.
+"""Changes recorded values one at a time: does a test fail? `python -m tests.mutations`.
 
 Of every result in every recording one element is changed, in memory (`support/recordings.py`), and
-the tests that read it run again. A change that no test sees is printed, and the exit status is 1;
-`support/not_compared.py` lists what no test may see. Arguments of the recorded calls are not
+the tests that read it run again. A change that no test detects is printed, and the exit status is
+1; `support/not_compared.py` lists what no test can detect. Arguments of the recorded calls are not
 changed: each has to be read by a test.
 """
 

@@ -1,4 +1,4 @@
-"""A config.json that claims more than its checkpoint holds is refused before memory is."""
+"""A config.json with larger sizes than its checkpoint is refused before memory is allocated."""
 
 import json
 import tracemalloc

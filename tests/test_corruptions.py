@@ -1,4 +1,4 @@
-"""Random faults in recorded model folders are told, or change nothing (`tests.corruptions`)."""
+"""Random faults in recorded model folders are reported, or change nothing (`tests.corruptions`)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Everything stays on the device of the target, whichever of the devices that is."""
+"""All arrays stay on the target's device, whichever device that is."""
 
 import os
 import subprocess

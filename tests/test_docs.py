@@ -1,4 +1,4 @@
-"""What the documents show is what happens."""
+"""Examples, names, tables and links of the documents are correct."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""What a drafter does with steps and settings that no engine should give it."""
+"""Drafters with steps and settings that no engine should pass."""
 
 import dataclasses
 import json

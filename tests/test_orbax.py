@@ -1,4 +1,4 @@
-"""Saved folders: what comes back, what is shared, and what is refused."""
+"""Saved folders: what is restored, what is shared, and what is refused."""
 
 import dataclasses
 import json

@@ -1,6 +1,6 @@
 """jspec's drafters for PyTorch runners, with the signatures of vLLM's.
 
-The only package of the project that imports torch; vLLM it never needs. See docs/pytorch.md.
+The only package of the project that imports torch; vLLM is not needed. See docs/pytorch.md.
 """
 
 import importlib
@@ -29,16 +29,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "DFlashProposer": "torch_bridge.proposers.llm",
-    "DraftModelProposer": "torch_bridge.proposers.llm",
-    "EagleProposer": "torch_bridge.proposers.llm",
-    "ExtractHiddenStatesProposer": "torch_bridge.proposers.extract_hidden",
-    "MedusaProposer": "torch_bridge.proposers.medusa",
-    "NgramProposer": "torch_bridge.proposers.ngram",
-    "NgramProposerGPU": "torch_bridge.proposers.ngram",
-    "SuffixDecodingProposer": "torch_bridge.proposers.suffix",
-    "dlpack": "torch_bridge.interop.dlpack",
-    "ops": "torch_bridge.ops",
+    "proposers.extract_hidden": ("ExtractHiddenStatesProposer",),
+    "proposers.llm": ("DFlashProposer", "DraftModelProposer", "EagleProposer"),
+    "proposers.medusa": ("MedusaProposer",),
+    "proposers.ngram": ("NgramProposer", "NgramProposerGPU"),
+    "proposers.suffix": ("SuffixDecodingProposer",),
+    "interop.dlpack": (),
+    "ops": (),
 }
 
 
@@ -53,5 +50,7 @@ def __getattr__(name: str) -> Any:
             "torch_bridge: PyTorch is not installed. Install it once, for example with "
             'pip install "jspec-decode[torch]".'
         ) from error
-    module = importlib.import_module(_MODULES[name])
-    return module if name in ("dlpack", "ops") else getattr(module, name)
+    for path, names in _MODULES.items():
+        if name in names or name == path.split(".")[-1]:
+            module = importlib.import_module(f"torch_bridge.{path}")
+            return getattr(module, name) if names else module

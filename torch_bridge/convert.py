@@ -5,7 +5,6 @@ python -m jspec convert calls it for a folder that has pickles alone.
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from jspec._checks import read_json
 from jspec.checkpoint.new_folder import new_folder
-from jspec.checkpoint.weight_files import INDEX, PICKLES, check_file
+from jspec.checkpoint.weight_files import INDEX, PICKLES, check_file, read_shards
 
 
 def convert_folder(source: str | PathLike[str], destination: str | PathLike[str]) -> Path:
@@ -98,24 +97,11 @@ def _pickles(source: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
             return {pickled: name}, None
     if not check_file(source / index):
         raise FileNotFoundError(f"convert: {source} has none of {', '.join(PICKLES)}.")
-    content = read_json(source / index)
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
-        raise ValueError(
-            f"{source / index} has no weight_map (tensor -> shard). Fetch the file again."
-        )
-    shards = sorted(set(weight_map.values()))
-    missing = [name for name in shards if not check_file(source / name)]
-    if missing:
-        raise FileNotFoundError(
-            f"{source / index} lists shards that are not there: {', '.join(missing)}. Fetch them, "
-            "too."
-        )
-    files = {
-        shard: f"model-{i:05}-of-{len(shards):05}.safetensors" for i, shard in enumerate(shards, 1)
-    }
-    content["weight_map"] = {tensor: files[shard] for tensor, shard in weight_map.items()}
-    return files, content
+    shards, weight_map = read_shards(source / index)
+    of = f"of-{len(shards):05}.safetensors"
+    files = {shard.name: f"model-{i:05}-{of}" for i, shard in enumerate(shards, 1)}
+    new_map = {tensor: files[shard] for tensor, shard in (weight_map or {}).items()}
+    return files, read_json(source / index) | {"weight_map": new_map}
 
 
 def _rewrite(source: Path, target: Path) -> None:
@@ -141,9 +127,3 @@ def _rewrite(source: Path, target: Path) -> None:
         shares = own.setdefault(tensor.untyped_storage().data_ptr(), name) != name
         tensors[name] = tensor.clone() if shares else tensor
     save_file(tensors, target, metadata={"format": "pt"})  # what transformers looks for
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m torch_bridge.convert path/to/medusa-heads")
-    print(convert_medusa(sys.argv[1]))

@@ -1,7 +1,7 @@
 """vLLM plug-in: classes for `method: custom_class`, and a switch that swaps vLLM's own drafters.
 
-vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`), used or
-not, so JAX is imported only where a drafter is made.
+vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`), also
+without a setting for jspec, so JAX is only imported where a drafter is made.
 """
 
 import functools
@@ -39,13 +39,13 @@ logger = logging.getLogger("vllm.jspec")  # vLLM shows its own logger and those 
 
 
 def register() -> None:
-    """Makes vLLM's workers draft with jspec if the environment variable JSPEC_VLLM_SWAP says so.
+    """Makes vLLM's workers draft with jspec for the methods in the variable JSPEC_VLLM_SWAP.
 
     Its value is `all` or a list of methods with commas between them, such as `eagle3,suffix`.
     Without it nothing of vLLM is imported or changed. A second call changes nothing more.
 
     The class of the engine's method is swapped when a worker makes its runner, not now: on a CPU
-    vLLM 0.32 searches all imported modules for its kernels before that, and fails at numba's.
+    vLLM 0.32 searches all imported modules for its kernels before that, and fails on numba's.
 
     Raises:
       ValueError: a method is unknown. ImportError: there is no vLLM, or its workers have another
@@ -53,7 +53,7 @@ def register() -> None:
     """
     if not _asked():
         return
-    worker = _class_of(_import(_WORKER), "WorkerBase")
+    _, worker = _find(_WORKER, "WorkerBase")
     make = worker.__init__
     if hasattr(make, "_swaps_for_jspec"):
         return
@@ -84,22 +84,24 @@ def _asked() -> list[str]:
 
 
 def _prepare(worker: Any) -> None:
-    """Lets a worker swap before it makes its runner, and compile when the KV pages are known."""
+    """Swaps before a worker makes its runner, and compiles when the KV pages are known."""
     init_device, compile_model = worker.init_device, worker.compile_or_warm_up_model
-    swapped: _Swap | None = None
+    swapped: _Swapped | None = None
 
     def init_device_with_jspec() -> None:
         nonlocal swapped
         swapped = _swap(worker)
         init_device()
-        if swapped is not None:
-            swapped.check(_drafter_of(worker))
+        if swapped:
+            _check_swap(*swapped, _drafter_of(worker))
 
     def compile_model_and_drafter() -> Any:
         times = compile_model()
         drafter = _drafter_of(worker)
-        if swapped is not None and isinstance(drafter, swapped.ours):
-            _warm_up(drafter)
+        if swapped and isinstance(drafter, swapped[-1]) and hasattr(drafter, "warmup"):
+            start = time.perf_counter()
+            drafter.warmup()
+            logger.info("jspec compiled its drafting in %.1f s.", time.perf_counter() - start)
         return times
 
     worker.init_device = init_device_with_jspec
@@ -111,15 +113,18 @@ def _drafter_of(worker: Any) -> Any:
     return getattr(worker.model_runner, "drafter", None)
 
 
-def _swap(worker: Any) -> "_Swap | None":
+_Swapped = tuple[ModuleType, type, type]  # a module, vLLM's class in it, the class in its place
+
+
+def _swap(worker: Any) -> _Swapped | None:
     """Replaces vLLM's class of the engine's method where the runner looks it up.
 
     Returns:
       What was swapped, None where the variable does not name the engine's method.
 
     Raises:
-      RuntimeError: vLLM chose its V2 runner. ImportError: the class is not where the releases that
-        this was written for have it.
+      RuntimeError: vLLM chose its V2 runner. ImportError: the class is not where the supported
+        releases have it.
     """
     method = getattr(worker.vllm_config.speculative_config, "method", None)
     if method not in _asked():
@@ -135,8 +140,7 @@ def _swap(worker: Any) -> "_Swap | None":
         )
     home, name = _SWAPS[method]
     # The runner imports this class inside functions.
-    place = _import(f"{_HOME}.{home}" if name == "NgramProposer" else _RUNNER)
-    theirs = _class_of(place, name)
+    place, theirs = _find(f"{_HOME}.{home}" if name == "NgramProposer" else _RUNNER, name)
     fractions = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
     if not any(os.environ.get(fraction) for fraction in fractions):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -145,38 +149,20 @@ def _swap(worker: Any) -> "_Swap | None":
     keep_executables()
     ours = getattr(torch_bridge, name)
     setattr(place, name, ours)
-    return _Swap(place, theirs, ours)
+    return place, theirs, ours
 
 
-@dataclass(frozen=True)
-class _Swap:
-    """A class of vLLM's that was replaced in a module."""
-
-    place: ModuleType
-    theirs: type
-    ours: type
-
-    def check(self, drafter: Any) -> None:
-        """Logs the swap, or undoes it if the runner took a class of another name."""
-        names = [f"{cls.__module__}.{cls.__qualname__}" for cls in (self.theirs, self.ours)]
-        if drafter is None or isinstance(drafter, self.ours):
-            if self.theirs is not self.ours:
-                logger.info("%s: %s is replaced by %s.", SWITCH, *names)
-            return
-        setattr(self.place, self.theirs.__name__, self.theirs)
-        logger.warning(
-            "%s: %s drafts, for which jspec has no class. Nothing is swapped.",
-            *(SWITCH, f"{type(drafter).__module__}.{type(drafter).__qualname__}"),
-        )
-
-
-def _warm_up(drafter: Any) -> None:
-    """Compiles what a drafter runs, unless its construction did."""
-    if not hasattr(drafter, "warmup"):
+def _check_swap(place: ModuleType, theirs: type, ours: type, drafter: Any) -> None:
+    """Logs a swap, or undoes it if the runner made a drafter of another class."""
+    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in (theirs, ours, type(drafter))]
+    if drafter is None or isinstance(drafter, ours):
+        if theirs is not ours:
+            logger.info("%s: %s is replaced by %s.", SWITCH, *names[:2])
         return
-    start = time.perf_counter()
-    drafter.warmup()
-    logger.info("jspec compiled its drafting in %.1f s.", time.perf_counter() - start)
+    setattr(place, theirs.__name__, theirs)
+    logger.warning(
+        "%s: %s drafts, for which jspec has no class. Nothing is swapped.", SWITCH, names[2]
+    )
 
 
 class _Custom:
@@ -200,10 +186,12 @@ class CustomNgram(_Custom):
     def __init__(self, vllm_config: Any):
         names = ("prompt_lookup_min", "prompt_lookup_max")
         options = dict.fromkeys(names) | _options(vllm_config, type(self).__name__, names)
-        speculative = _Overlay(vllm_config.speculative_config, method="ngram", **options)
-        self._proposer = torch_bridge.NgramProposer(
-            _Overlay(vllm_config, speculative_config=speculative)
+        count = getattr(vllm_config.speculative_config, "num_speculative_tokens", None)
+        config = SimpleNamespace(
+            model_config=vllm_config.model_config,
+            speculative_config=SimpleNamespace(num_speculative_tokens=count, **options),
         )
+        self._proposer = torch_bridge.NgramProposer(config)
 
     def propose(
         self,
@@ -221,10 +209,10 @@ class CustomNgram(_Custom):
 class CustomSuffix(_Custom):
     """Suffix decoding for vLLM's `method: custom_class`; see `SuffixDecodingProposer`.
 
-    vLLM hands over rows without ids, and rows move. A row belongs to the request whose whole text
-    of the last step it continues: exactly, no token more or fewer. Two requests with the same text
-    may change places, which changes no draft. A request whose tokens of a step were not handed
-    over, or that comes back after preemption, counts as a new one with all its text as the prompt.
+    vLLM passes rows without ids, and rows move. A row belongs to the request whose complete text of
+    the last step it continues. Two requests with the same text may be swapped, which changes no
+    draft. A request whose tokens of a step were not passed, or that is resumed after preemption,
+    counts as a new one with all its text as the prompt.
 
     Args:
       vllm_config: read by attribute; the sizes are `suffix_decoding_max_tree_depth`,
@@ -277,7 +265,7 @@ class CustomSuffix(_Custom):
         return self._proposer.propose(input_batch, sampled_token_ids, slot_mappings)
 
     def _follow(self, tokens: np.ndarray, num_known: np.ndarray) -> list["_Request"]:
-        """Finds the request of each row: the same row's if it fits, or else any with its text."""
+        """Finds the request of each row: its own if it has the text, or else any that has it."""
         texts = [row[: max(n, 0)] for row, n in zip(tokens, num_known, strict=True)]
         stays = [
             i < len(self._rows) and np.array_equal(self._rows[i].text, text)
@@ -303,7 +291,7 @@ class CustomSuffix(_Custom):
 
 @dataclass
 class _Request:
-    """A request as far as it is known: its tokens are the first ones of memory that grows."""
+    """A request and its known tokens, which are stored at the start of memory that grows."""
 
     name: str
     memory: np.ndarray
@@ -314,24 +302,13 @@ class _Request:
         return self.memory[: self.length]
 
     def extend(self, text: np.ndarray) -> None:
-        """Takes the text's new tokens over; the caller writes to its own memory later."""
+        """Copies the new tokens of a text, whose memory the caller rewrites later."""
         if len(text) > len(self.memory):
             memory = np.empty(2 * len(text), text.dtype)
             memory[: self.length] = self.text
             self.memory = memory
         self.memory[self.length : len(text)] = text[self.length :]
         self.length = len(text)
-
-
-class _Overlay:
-    """An object's attributes, some of them replaced."""
-
-    def __init__(self, config: Any, **attributes: Any):
-        vars(self).update(attributes)
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
 
 
 def _options(vllm_config: Any, owner: str, names: tuple[str, ...]) -> dict[str, Any]:
@@ -346,23 +323,19 @@ def _options(vllm_config: Any, owner: str, names: tuple[str, ...]) -> dict[str, 
     return options
 
 
-def _class_of(module: ModuleType, name: str) -> type:
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
-        raise ImportError(
-            f"{SWITCH}: {module.__name__} has no class {name} in this release of vLLM. Unset the "
-            "variable, or install a release that docs/pytorch.md names."
-        )
-    return found
-
-
-def _import(module: str) -> ModuleType:
+def _find(path: str, name: str) -> tuple[ModuleType, type]:
+    """Imports a module of vLLM's, and returns it with its class of a name."""
+    missing, cause = f"{path} has no class {name}", None
     try:
-        return importlib.import_module(module)
+        module = importlib.import_module(path)
+        found = getattr(module, name, None)
+        if isinstance(found, type):
+            return module, found
     except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
+        if error.name is None or not path.startswith(error.name):
             raise
-        raise ImportError(
-            f"{SWITCH}: there is no module {error.name} in this vLLM, or no vLLM. Unset the "
-            "variable, or install a release that docs/pytorch.md names."
-        ) from error
+        missing, cause = f"there is no module {error.name}", error
+    raise ImportError(
+        f"{SWITCH}: {missing} in this vLLM, or no vLLM. Unset the variable, or install a release "
+        "that docs/pytorch.md names."
+    ) from cause

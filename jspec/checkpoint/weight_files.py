@@ -110,7 +110,7 @@ def find_weights(folder: Path) -> WeightFiles:
         )
     found = WeightFiles([folder / name for name in SINGLE_FILES if (folder / name).exists()][:1])
     if not found.files and (folder / INDEX).exists():
-        found = _shards(folder)
+        found = read_shards(folder / INDEX)
     if not found.files:
         raise _no_weights(folder)
     _warn_of_others(folder, found)
@@ -150,14 +150,18 @@ def check_index(folder: Path, found: WeightFiles, names: Mapping[Path, Collectio
     )
 
 
-def _shards(folder: Path) -> WeightFiles:
-    index = folder / INDEX
+def read_shards(index: Path) -> WeightFiles:
+    """Reads which shards an index lists.
+
+    Raises:
+      FileNotFoundError: a shard is missing. ValueError: the index lists none.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
     ):
         raise ValueError(f"{index} has no weight_map (tensor -> shard). Fetch the file again.")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
     missing = [file.name for file in files if not check_file(file)]
     if missing:
         raise FileNotFoundError(
@@ -177,7 +181,7 @@ def _warn_of_others(folder: Path, found: WeightFiles) -> None:
         if file.name not in read | converted
     ]
     if found.weight_map is None and (folder / INDEX).exists():
-        shards = _shards(folder).files
+        shards = read_shards(folder / INDEX).files
         others += [INDEX] if {file.name for file in shards} != read else []
     if others:
         warn(

@@ -1,4 +1,4 @@
-"""Model folders that are no model, or two: what is read, what is warned of, what is refused."""
+"""Model folders without a model or with several: what is read, warned of and refused."""
 
 import json
 import os

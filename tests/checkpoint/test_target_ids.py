@@ -1,4 +1,4 @@
-"""Draft vocabularies: the table of offsets, its inverse, and what they must not say."""
+"""Draft vocabularies: the table of offsets, its inverse, and tables that are refused."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Where two runs differ: which of it may be rounding, and when that is an error."""
+"""Differences between two runs: which may be rounding, and which are errors."""
 
 import pytest
 

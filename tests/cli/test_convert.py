@@ -1,4 +1,4 @@
-"""`convert` changes the form of a model and nothing else."""
+"""`convert` changes the format of a model and nothing else."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The commands that documents and help texts show are commands."""
+"""The commands in documents and help texts parse."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""Prompts of the command line: texts, files, JSON lines, and what is no prompt."""
+"""Prompts of the command line: texts, files, JSON lines, and invalid ones."""
 
 import argparse
 import io

@@ -1,4 +1,4 @@
-"""What people see while prompts are decoded."""
+"""What `generate` prints while prompts are decoded."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""benchmarks/ops.py: one run measures everything, and a failure costs its own cells only."""
+"""benchmarks/ops.py: one run measures everything, and a failure loses only its own cells."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ def test_the_benchmark_reports_a_failing_implementation_beside_the_others(tmp_pa
     output = tmp_path / "ops.json"
     argv = ["--smoke", "--ops", "sample_index", "--limit", "60", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["ops", *argv])
-    monkeypatch.setattr(ops, "ANY_ROADS", ("xla", "triton"))
+    monkeypatch.setattr(ops, "ANY_IMPLS", ("xla", "triton"))
     ops.main()
     roads = json.loads(output.read_text())["ops"]["sample_index"]
     assert roads["xla"]["cells"]["b1"]["same_as_xla"]

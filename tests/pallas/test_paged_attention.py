@@ -1,4 +1,4 @@
-"""paged_attention: each road against a plain loop in float64, and what stays on the device."""
+"""paged_attention: each implementation against a plain loop in float64, and host waits."""
 
 import doctest
 import functools

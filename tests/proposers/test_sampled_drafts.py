@@ -1,4 +1,4 @@
-"""Drafts drawn at a temperature: their distribution, and that a draw belongs to its request."""
+"""Drafts sampled at a temperature: their distribution, and independence of other requests."""
 
 import functools
 

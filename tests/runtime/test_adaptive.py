@@ -1,4 +1,4 @@
-"""Steps draft what pays, by a schedule or by arithmetic, and the output stays plain decoding's."""
+"""Draft lengths by schedule and by cost model; the output equals plain decoding."""
 
 import dataclasses
 import itertools

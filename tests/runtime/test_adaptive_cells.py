@@ -1,7 +1,7 @@
-"""Default drafting is never slower than plain decoding: recorded text on a clock that counts.
+"""Default drafting is never slower than plain decoding: recorded text with simulated times.
 
 The texts are SmolLM2-135M's own (float32) for the demo's prompts and four more questions, greedy
-and at temperature 0.8, cut at 64 tokens. A pass takes what it takes on two CPU cores.
+and at temperature 0.8, cut at 64 tokens. The time of a pass is that on two CPU cores.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The loop drafts and verifies as much as it is told to, and says what plain decoding says."""
+"""The loop drafts and verifies the chosen numbers; the output equals plain decoding."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The loop at a temperature: tokens belong to their prompt, and their law is the target's."""
+"""Sampling in the loop: tokens depend on their own prompt, and have the target's distribution."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A suffix cache goes to disk and comes back whole, or is refused by name."""
+"""A suffix cache is saved and loaded unchanged; damaged files are refused."""
 
 import numpy as np
 import pytest

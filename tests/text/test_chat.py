@@ -1,4 +1,4 @@
-"""Text is the model's own: ids and chat prompts equal what transformers recorded."""
+"""Token ids and chat prompts equal those recorded from transformers."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Positions of three axes (M-RoPE): keys and values go where the place in a request says."""
+"""Positions of three axes (M-RoPE): keys and values are stored by index in the request."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What callers get wrong, and what else of theirs a call meets: defaults of torch, other modes."""
+"""Invalid arguments of callers, and settings of torch around a call: default device, modes."""
 
 import dataclasses
 from types import SimpleNamespace

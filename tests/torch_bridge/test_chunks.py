@@ -1,4 +1,4 @@
-"""A prompt that is read again in chunks, and the longest length: the numbers of docs/pytorch.md."""
+"""Prompts that are read in chunks, and drafts near `max_model_len`: figures of docs/pytorch.md."""
 
 import functools
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a step never waits for: compilation, whatever width, layout and size its tensors have."""
+"""After a warm-up no step compiles, for any width, layout and size of its tensors."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Hidden states kept through torch tensors, and the tokens that its runner goes on from."""
+"""Hidden states stored from torch tensors, and the next tokens for the runner."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Tables of a torch target that a drafter shares, and the pages that it gets."""
+"""Embedding and head shared with a torch target, and the KV pages of the drafter."""
 
 import json
 from types import SimpleNamespace

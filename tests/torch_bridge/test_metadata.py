@@ -1,4 +1,4 @@
-"""Every field of the runner's metadata: carried, made anew, left out or refused, in each call."""
+"""Every field of the runner's metadata, by call: carried, new, left out or refused."""
 
 import dataclasses
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The function-level facade: recorded cases, what is written in place, first passes, wide ints."""
+"""`torch_bridge.ops` against recordings: results, writes in place, first passes, wide integers."""
 
 import dataclasses
 from types import SimpleNamespace

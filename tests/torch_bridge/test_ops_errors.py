@@ -1,4 +1,4 @@
-"""The function-level facade names what does not fit."""
+"""Errors of `torch_bridge.ops` name the invalid argument."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The function-level facade, every function in one way: memory, padding, threads, compilations."""
+"""`torch_bridge.ops`, every function: memory, padding, threads, compilations."""
 
 import doctest
 import importlib

@@ -393,7 +393,9 @@ def test_a_default_device_of_torch_changes_nothing():
 @pytest.mark.parametrize("kind", list(_DTYPES))
 def test_a_layout_takes_the_kind_of_a_tensor_and_one_width_of_integers(kind):
     tensor = torch.zeros(1, dtype=_DTYPES[kind])
-    forms_of = ["int", "long"] if kind.startswith("int") else [kind]
+    forms_of = (
+        ["int", "long"] if kind.startswith("int") else ["bool" if kind == "bool" else "float"]
+    )
     for form in forms_of:
         (field,) = layout_of({"x": (tensor, f"{form} B")}, {"B": 1}).fields
         assert field.kind == {"int": "int32", "long": "int64"}.get(form, kind)

@@ -1,4 +1,4 @@
-"""jspec's drafters under the calls of vLLM's runner, and the plug-in that brings them there."""
+"""jspec's drafters called as by vLLM's runner, and the custom classes of the plug-in."""
 
 from importlib.metadata import entry_points
 

@@ -1,4 +1,4 @@
-"""The switch that lets vLLM's own methods draft with jspec, among modules laid out as vLLM's."""
+"""The switch of the plug-in for vLLM's own methods, with modules laid out as vLLM's."""
 
 import io
 import logging

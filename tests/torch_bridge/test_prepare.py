@@ -1,4 +1,4 @@
-"""What a runner calls between verification and drafting: recorded cases, order, ownership."""
+"""Methods that a runner calls between verification and drafting: recordings, order, ownership."""
 
 import copy
 import dataclasses

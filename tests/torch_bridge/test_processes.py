@@ -1,4 +1,4 @@
-"""What depends on the process: forks, several devices, shares of a GPU's memory."""
+"""Forked processes, several devices, and limits of GPU memory."""
 
 import os
 import subprocess

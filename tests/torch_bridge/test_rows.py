@@ -1,4 +1,4 @@
-"""Drafters that keep something for each request, called by a runner that names them by order."""
+"""Drafters with memory by request, called by a runner that identifies requests by batch index."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Memory of torch that JAX reads step after step, and results that are torch's own."""
+"""Torch memory that JAX reads in every step, and results that torch owns."""
 
 import gc
 

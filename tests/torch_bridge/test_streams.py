@@ -1,6 +1,6 @@
-"""CUDA streams: what orders torch's work and JAX's, with races provoked on purpose.
+"""CUDA streams: the order of torch's work and JAX's, with provoked races.
 
-A stream is held up by a kernel that only waits, so that what is not ordered comes too early.
+A kernel that only waits delays a stream, so that work that is not ordered runs too early.
 """
 
 import functools

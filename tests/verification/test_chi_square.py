@@ -1,4 +1,4 @@
-"""Verified texts are distributed as the target's own; planted faults are caught by the same test.
+"""Verified texts are distributed as the target's own; the same test detects deliberate faults.
 
 A target that looks at one token decides over texts of three. They are decoded in up to three steps
 that draft two tokens each, for 25,000 seeds at once.

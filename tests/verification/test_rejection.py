@@ -1,4 +1,4 @@
-"""Rejection sampling: a plain loop, requests that are alone in what they get."""
+"""Rejection sampling: a plain loop, and independence of requests."""
 
 import warnings
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.interop.dlpack import is_dense
+from torch_bridge.interop.dlpack import check_dense
 
 
 def check_has(op: str, name: str, value: Any, *attributes: str) -> None:
@@ -27,16 +27,7 @@ def check_are_tensors(op: str, **tensors: Any) -> None:
       TypeError: no tensor, or a sparse one. ValueError: a tensor without dimensions.
     """
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{op}: `{name}` is a {type(tensor).__name__}, wanted a torch tensor on the "
-                f"step's device. Make one first: torch.as_tensor({name})."
-            )
-        if not is_dense(tensor):
-            raise TypeError(
-                f"{op}: `{name}` is sparse or nested, wanted a dense tensor. Convert it first: "
-                f"{name}.to_dense(), or to_padded_tensor where it is nested."
-            )
+        check_dense(name, tensor, f"{op}: ")
         if not tensor.ndim:
             raise ValueError(
                 f"{op}: `{name}` has shape (), wanted one entry for each request or row. Pass it "
@@ -64,7 +55,7 @@ def of_metadata(op: str, cad: Any, name: str, more: int = 0) -> torch.Tensor:
         if length > size:
             return tensor[:size]
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        pass  # the checks below take time, so they run only now
+        pass  # the checks below take time, so they run only for invalid input
     check_has(op, "common_attn_metadata", cad, "num_reqs", name)
     if not isinstance(cad.num_reqs, Integral):
         raise TypeError(
@@ -106,7 +97,7 @@ def check_tensors(
     owners: dict[str, str] = {}
     first: list[str] = []
     for name, (tensor, form) in tensors.items():
-        wanted, axes = _parsed(form)
+        wanted, axes = parsed(form)
         check_are_tensors(op, **{name: tensor})
         if tensor.dtype not in wanted:
             raise TypeError(
@@ -149,8 +140,11 @@ def _shape_of(name: str, tensor: torch.Tensor, form: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(form: str) -> tuple[tuple[torch.dtype, ...], list[tuple[str, int, bool]]]:
-    """Returns the dtypes of a form, and of each axis: letter, entries more, or longer."""
+def parsed(form: str) -> tuple[tuple[torch.dtype, ...], list[tuple[str, int, bool]]]:
+    """Returns the dtypes of a form, and of each axis: letter, entries more, whether longer will do.
+
+    Integers are packed as the first dtype, whichever width they have.
+    """
     kind, *axes = form.split()
     parts = [(axis.removesuffix("..").partition("+"), axis.endswith("..")) for axis in axes]
     return _WANTED[kind], [(letter, int(more or 0), longer) for (letter, _, more), longer in parts]

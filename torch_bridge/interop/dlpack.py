@@ -33,19 +33,19 @@ _DTYPES = {
 
 
 def to_jax(tensor: torch.Tensor | np.ndarray, *, name: str = "tensor") -> jax.Array:
-    """Hands a tensor to JAX, in the memory that it has wherever that can be.
+    """Passes a tensor to JAX, without a copy where possible.
 
-    JAX takes arrays for constant: neither write to the tensor nor donate the array while the array
-    lives. A CUDA array is read after what the caller's current stream was given so far; keep it
-    until a result of it has come back through `to_torch`, as torch gives its memory to others
-    before JAX has read it otherwise. Copied are numpy arrays, tensors that are not contiguous,
+    JAX treats arrays as constant: neither write to the tensor nor donate the array while the array
+    exists. A CUDA array is read after the work that is queued on the caller's current stream; keep
+    it until a result of it has been returned by `to_torch`, as torch may reuse its memory before
+    JAX has read it otherwise. Copied are numpy arrays, tensors that are not contiguous,
     memory that JAX cannot use (aligned to less than 64 bytes on a CPU, 16 on CUDA, or pinned), and
-    int64 while JAX is 32 bits wide, whose values are compared with the limits of int32: on CUDA
-    this waits.
+    int64 while JAX is 32 bits wide, whose values are compared with the limits of int32, which waits
+    for the device on CUDA.
 
     Args:
       tensor: bool, int32, int64, bfloat16, float16 or float32; numpy's arrays and scalars are
-        taken, too.
+        accepted, too.
       name: of the argument, for messages.
 
     Returns:
@@ -62,19 +62,9 @@ def to_jax(tensor: torch.Tensor | np.ndarray, *, name: str = "tensor") -> jax.Ar
     """
     if isinstance(tensor, np.ndarray | np.generic):
         tensor = _copy_of_numpy(tensor, name)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"`{name}` is a {type(tensor).__name__}, wanted a torch tensor. Make one first: "
-            f"torch.as_tensor({name})."
-        )
+    check_dense(name, tensor)
     if tensor.dtype not in _DTYPES:
         raise TypeError(_wrong_dtype(name, tensor.dtype))
-    if not is_dense(tensor):
-        kind = "nested" if tensor.is_nested else tensor.layout
-        raise TypeError(
-            f"`{name}` is {kind}, wanted a dense tensor. Convert it first: {name}.to_dense(), or "
-            "to_padded_tensor where it is nested."
-        )
     if tensor.device.type not in _PLATFORMS:
         raise RuntimeError(
             f"`{name}` is on {tensor.device}, wanted cpu or cuda. Make it there, or move it first: "
@@ -85,7 +75,7 @@ def to_jax(tensor: torch.Tensor | np.ndarray, *, name: str = "tensor") -> jax.Ar
     if tensor.dtype == torch.int64 and not jax.config.read("jax_enable_x64"):
         tensor = _narrow(tensor, name)
     # The strides of dimensions of size 1 are anything, and JAX reads them.
-    tensor = tensor.as_strided(tensor.shape, _strides(tensor.shape))
+    tensor = tensor.flatten().view(tensor.shape)
     unaligned = tensor.data_ptr() % _ALIGNMENT[tensor.device.type]
     if tensor.is_cuda and tensor.numel():
         return _stream(device).to_jax(tensor.clone() if unaligned else tensor)
@@ -102,15 +92,15 @@ def to_jax(tensor: torch.Tensor | np.ndarray, *, name: str = "tensor") -> jax.Ar
 def to_torch(array: jax.Array) -> torch.Tensor:
     """Copies an array into a tensor of torch's own, on the same device.
 
-    JAX never sees what is written into the tensor, which may be written to in and outside of
-    inference mode. On CUDA the copy is queued on the caller's current stream, and nothing waits for
+    Writing to the tensor changes nothing in JAX, and is allowed in and outside of inference mode.
+    On CUDA the copy is queued on the caller's current stream, and nothing waits for
     it on the host.
 
     Args:
       array: on one device.
 
     Raises:
-      TypeError: no array of JAX, or of a dtype that torch has not. ValueError: it is on several
+      TypeError: no array of JAX, or of a dtype that torch lacks. ValueError: it is on several
         devices. RuntimeError: this process was forked from one that ran JAX.
 
     Example:
@@ -136,9 +126,18 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         return _stream(device).own(array)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has strides: sparse and nested ones have none."""
-    return tensor.layout == torch.strided and not tensor.is_nested
+def check_dense(name: str, tensor: Any, owner: str = "") -> None:
+    """Raises TypeError for what is no dense tensor; `owner` is put in front, with ": "."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{owner}`{name}` is a {type(tensor).__name__}, wanted a torch tensor. Make one first: "
+            f"torch.as_tensor({name})."
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"{owner}`{name}` is sparse or nested, wanted a dense tensor. Convert it first: "
+            f"{name}.to_dense(), or to_padded_tensor where it is nested."
+        )
 
 
 def from_host(array: np.ndarray) -> torch.Tensor:
@@ -147,7 +146,7 @@ def from_host(array: np.ndarray) -> torch.Tensor:
     Raises:
       TypeError: torch has no such dtype.
     """
-    if array.dtype == jnp.bfloat16:
+    if array.dtype == _DTYPES[torch.bfloat16]:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     try:
         return torch.from_numpy(array)
@@ -162,16 +161,8 @@ _PLATFORMS = ("cpu", "cuda")
 _ALIGNMENT = {"cpu": 64, "cuda": 16}  # of what an executable of XLA takes
 
 
-def _strides(shape: torch.Size) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return strides[::-1]
-
-
 def _copy_of_numpy(array: np.ndarray | np.generic, name: str) -> torch.Tensor:
-    """Copies what torch refuses or would write to: reversed, read-only, of foreign byte order."""
+    """Copies an array, as torch takes no reversed, read-only or byte-swapped ones."""
     if array.dtype.newbyteorder("=") not in _DTYPES.values():
         raise TypeError(_wrong_dtype(name, array.dtype))
     return from_host(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
@@ -202,7 +193,7 @@ def _narrow(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def jax_device(device: torch.device) -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
-    """Finds JAX's name for a device of torch.
+    """Finds the JAX device of a torch device.
 
     Raises:
       RuntimeError: JAX has no such device, or this process was forked from one that ran JAX.
@@ -231,9 +222,9 @@ def jax_device(device: torch.device) -> jax.Device:  # pyright: ignore[reportInv
 
 
 def placement(device: jax.Device) -> Callable[[], Any]:  # pyright: ignore[reportInvalidTypeForm]
-    """Returns a function that makes a context in which jspec computes on a device.
+    """Returns a function that makes a context in which a device is JAX's default.
 
-    Its ops choose their implementation by the default device, which is a GPU where there is one.
+    jspec's ops choose their implementation by the default device, by default a GPU if there is one.
     """
     if device in jax.local_devices()[:1]:
         return contextlib.nullcontext
@@ -241,15 +232,15 @@ def placement(device: jax.Device) -> Callable[[], Any]:  # pyright: ignore[repor
 
 
 def check_preallocation(device: torch.device) -> None:
-    """Warns where JAX is about to take most of a GPU that torch needs as well."""
-    # As jaxlib reads them: what is empty or spelled otherwise does not count.
-    told = any(os.environ.get(f"XLA_{client}_MEM_FRACTION") for client in _CLIENTS)
-    told |= os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
-    told |= os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"
-    if device.type == "cuda" and not told:
+    """Warns where JAX is about to preallocate most of a GPU's memory, which torch needs as well."""
+    # As jaxlib reads them: empty and other values have no effect.
+    is_set = any(os.environ.get(f"XLA_{client}_MEM_FRACTION") for client in _CLIENTS)
+    is_set |= os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
+    is_set |= os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"
+    if device.type == "cuda" and not is_set:
         warnings.warn(
-            "JAX takes three quarters of a GPU's memory when it starts, and torch finds the rest. "
-            "Set XLA_PYTHON_CLIENT_PREALLOCATE=false, or XLA_CLIENT_MEM_FRACTION to what the "
+            "JAX preallocates three quarters of a GPU's memory, and torch gets the rest. Set "
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false, or XLA_CLIENT_MEM_FRACTION to what the "
             "drafter needs, before anything of JAX runs.",
             RuntimeWarning,
             stacklevel=3,
@@ -285,7 +276,7 @@ class Stream:
         return stream
 
     def to_jax(self, tensor: torch.Tensor) -> jax.Array:
-        """Hands over a contiguous CUDA tensor, read after the current stream's work so far."""
+        """Passes on a contiguous CUDA tensor, read after the current stream's work so far."""
         if _import_buffer is None:
             return jax.dlpack.from_dlpack(_Exporter(self, tensor, self._index))
         self.hold_up(self._jax)
@@ -317,9 +308,8 @@ class Stream:
         return torch_dlpack.from_dlpack(capsule)
 
     def _handle(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(
-            self._index
-        )  # in a tenth of the public call's time
+        # A tenth of the time of the public call.
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
 
 _threads = threading.local()
@@ -350,7 +340,7 @@ class _Exporter:
 
 
 # jax.dlpack.from_dlpack takes 94 us on a GPU (JAX 0.11.2, H200), of which this part takes 20. Where
-# JAX lacks it, the public function gives the same.
+# JAX lacks it, the public function does the same.
 _import_buffer = getattr(getattr(_jaxlib, "_jax", None), "dlpack_managed_tensor_to_buffer", None)
 _DEVICE_KIND = (2,) if getattr(_jaxlib, "jaxlib_extension_version", 0) >= 467 else ()
 
@@ -366,7 +356,7 @@ def _note_fork() -> None:
 
 
 def check_not_forked() -> None:
-    """Refuses to run JAX in a process that was forked from one that ran it: it would hang.
+    """Refuses to run JAX in a process that was forked from one that ran JAX: it would hang.
 
     Raises:
       RuntimeError: this is such a process.

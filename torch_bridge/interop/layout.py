@@ -1,8 +1,8 @@
 """The form of a packed step: which tensors it has, and how JAX unpacks them.
 
-All tensors of a step lie one after the other in one int32 array, after their sizes, so that a step
-crosses to JAX once. `Layout.unpack`, inside jit, cuts them out padded to the sizes of a bucket: no
-padded copy and no host value is needed, whatever sizes a step has.
+One int32 array has the sizes of a step's tensors and then the tensors, one after the other, so that
+one array is passed to JAX. `Layout.unpack`, inside jit, slices them out, padded to the sizes of a
+bucket: a step of any size needs no padded copy and no host value.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jspec.axes import INT32_MAX
+from torch_bridge.interop.checks import parsed
 
 INT32_MIN = -INT32_MAX - 1
 _HALVES = ("bfloat16", "float16")
@@ -70,9 +71,9 @@ class Layout:
     def unpack(
         self, words: Int32[Array, "words"]
     ) -> tuple[dict[str, Array], dict[str, Int32[Array, ""]]]:
-        """Cuts the tensors out.
+        """Slices the tensors out.
 
-        Entries from a tensor's own size on hold anything.
+        Entries after a tensor's own size are undefined.
 
         Args:
           words: what `Packer.pack` wrote.
@@ -85,7 +86,7 @@ class Layout:
         arrays, offset = {}, jnp.int32(len(capacity))
         for field in self.fields:
             num_entries = capacity[field.size] + field.more
-            # In range: before this one lies at most what the bucket has room for.
+            # In range: the fields before this one have at most the bucket's sizes.
             part = lax.dynamic_slice(words, (offset,), (num_entries * field.words,))
             arrays[field.name] = _decode(part, field).reshape(num_entries, *field.shape)
             offset = offset + (sizes[field.size] + field.more) * field.words
@@ -101,16 +102,13 @@ def layout_of(tensors: Mapping[str, tuple[torch.Tensor, str]], bucket: Mapping[s
     """
     fields = []
     for name, (tensor, form) in tensors.items():
-        kind, axis, *_ = form.split()
-        letter, _, more = axis.partition("+")
-        # One width for each integer argument, the one that vLLM's runner passes: the other width
-        # compiles nothing.
-        packed_as = _PACKED_AS.get(kind) or str(tensor.dtype).removeprefix("torch.")
-        fields.append(Field(name, letter, int(more or 0), tuple(tensor.shape[1:]), packed_as))
+        dtypes, ((letter, more, _), *_) = parsed(form)
+        # One width for each integer argument, the one that vLLM's runner passes, so that the other
+        # width compiles nothing.
+        dtype = tensor.dtype if tensor.dtype.is_floating_point else dtypes[0]
+        kind = str(dtype).removeprefix("torch.")
+        fields.append(Field(name, letter, more, tuple(tensor.shape[1:]), kind))
     return Layout(tuple(fields), tuple(bucket.items()))
-
-
-_PACKED_AS = {"int": "int32", "int32": "int32", "long": "int64"}
 
 
 def without_padding(

@@ -6,7 +6,7 @@ Fields are those of CommonAttentionMetadata in vLLM 0.19 to 0.33; see `docs/pyto
 import copy
 from typing import Any
 
-_OF_THE_PASS_BEFORE = (
+_OF_THE_TARGETS_PASS = (
     *("positions", "is_prefilling", "req_idx"),
     *("logits_indices_padded", "num_logits_indices", "max_logits_per_req"),
     *("encoder_seq_lens", "encoder_seq_lens_cpu"),
@@ -14,8 +14,8 @@ _OF_THE_PASS_BEFORE = (
     *("mm_req_doc_ranges", "rswa_prefix_lens", "replayssm_decode_base_cpu"),
     *("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
 )
-"""Fields that describe a pass in more detail than a drafter's needs: the original leaves them out
-where it makes metadata for one."""
+"""Fields that describe the target's pass in detail: the original leaves them out of metadata for a
+drafter."""
 
 HOST_LENGTHS = ("seq_lens_cpu", "_seq_lens_cpu", "seq_lens_cpu_upper_bound")
 """Copies of `seq_lens` that vLLM's metadata keeps on the host, by release."""
@@ -25,14 +25,14 @@ def changed(metadata: Any, **values: Any) -> Any:
     """Returns a shallow copy of a metadata object, of the same class, with other attributes."""
     new = copy.copy(metadata)
     for name, value in values.items():
-        object.__setattr__(new, name, value)  # a frozen dataclass will do
+        object.__setattr__(new, name, value)  # also for frozen dataclasses
     return new
 
 
 def remade(metadata: Any, *left_out: str, **values: Any) -> Any:
-    """Returns `changed` metadata without the fields that describe the pass before.
+    """Returns `changed` metadata without the fields that describe the target's pass.
 
-    Attributes that no release has stay as they are.
+    Attributes that no release of vLLM has stay as they are.
 
     Args:
       metadata: the caller's.
@@ -40,12 +40,12 @@ def remade(metadata: Any, *left_out: str, **values: Any) -> Any:
       values: the fields of the new pass.
     """
     new = changed(metadata, **values)
-    for name in (*_OF_THE_PASS_BEFORE, *left_out):
+    for name in (*_OF_THE_TARGETS_PASS, *left_out):
         if getattr(metadata, name, None) is not None:
             object.__setattr__(new, name, None)
     return new
 
 
 def has_own(metadata: Any, name: str) -> bool:
-    """Whether an object keeps an attribute by itself: a property may wait for the device."""
+    """Whether an object stores an attribute: reading a property may wait for the device."""
     return name in getattr(metadata, "__dict__", {})

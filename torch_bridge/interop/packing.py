@@ -97,7 +97,7 @@ class Packer:
         return self.pack(planned[0], tensors), planned[1]
 
     def forget_plans(self) -> None:
-        """Lets every form of tensors be planned again."""
+        """Discards all plans."""
         self._plans.clear()
 
     def plan(self, layout: Layout, tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> Plan:
@@ -143,8 +143,8 @@ class Packer:
         if self.stream is not None:
             torch.cat(parts, out=self._first_words(plan.length))
             return self.stream.to_jax(words)
-        # Not by torch, whose threads spin after a large copy and take time from XLA's: on two cores
-        # a step took 1.4 times as long.
+        # Not with torch, whose threads spin after a large copy and slow down XLA's: on two cores a
+        # step took 1.4 times as long.
         np.concatenate([x.numpy() for x in parts], out=self._first_words(plan.length).numpy())
         if plan.num_words not in self._arrays:
             self._arrays[plan.num_words] = alias(words)
@@ -154,8 +154,8 @@ class Packer:
         """Makes the first rows of a result a tensor of torch's, on the current stream.
 
         On a GPU nothing is copied where all columns are taken: torch gets the memory that JAX has
-        just allocated for it. The caller keeps no reference to `pairs`, so that no array of JAX
-        changes when torch writes.
+        just allocated for it. The caller keeps no reference to `pairs`, so that writing to the
+        tensor changes no array of JAX.
 
         Args:
           pairs: computed from what the last `pack` returned, by a function that returns it once;
@@ -165,14 +165,11 @@ class Packer:
         Returns:
           int64 [num_rows, width].
         """
-        self.follow_stream()
         with self._outside:
             if self.stream is None:
-                rows = np.array(pairs)[:num_rows]  # waits for the result
-                taken = torch.from_numpy(rows.view(np.int64))
+                taken = torch.from_numpy(np.array(pairs)[:num_rows].view(np.int64))  # waits
             else:
-                view = self._view(pairs).view(torch.int64)
-                taken = view if view.shape[0] == num_rows else view[:num_rows]
+                taken = self._rows(pairs, num_rows, torch.int64)
             return taken if taken.shape[1] == width else taken[:, :width].contiguous()
 
     def own(self, array: jax.Array, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -183,14 +180,8 @@ class Packer:
           num_rows: of the tensor.
           dtype: of the tensor.
         """
-        self.follow_stream()
-        with torch.inference_mode(False):
-            if self.stream is None:
-                rows = np.asarray(array)[:num_rows]  # waits for the result
-                return from_host(np.array(rows)).to(dtype)
-            view = self._view(array)
-            rows = view if len(view) == num_rows else view[:num_rows]
-            return rows.to(dtype, copy=True)
+        with self._outside:
+            return self._rows(array, num_rows).to(dtype, copy=self.stream is not None)
 
     def zeros(self, size: int) -> torch.Tensor:
         """Returns int32 zeros, which must only be read."""
@@ -207,19 +198,25 @@ class Packer:
             current.wait_stream(self._last)
         self._last = current
 
-    def _view(self, array: jax.Array) -> torch.Tensor:
-        """Returns a result's own memory on the current stream, and keeps it for some more calls.
+    def _rows(
+        self, array: jax.Array, num_rows: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Returns the first rows of a result, read as a dtype: a copy on a CPU, else its memory.
 
-        JAX may use memory that torch has released for its next result. It waits by then for what
-        torch had queued before the step in between.
+        That memory is kept for some more calls: JAX may use memory that torch has released for its
+        next result. It waits by then for what torch had queued before the step in between.
         """
-        assert self.stream is not None
-        view = self.stream.view(array)
-        self._taken.append(view)
-        return view
+        self.follow_stream()
+        if self.stream is None:
+            rows = from_host(np.array(array))  # waits for the result
+        else:
+            rows = self.stream.view(array)
+            self._taken.append(rows)
+        rows = rows if dtype is None else rows.view(dtype)
+        return rows if len(rows) == num_rows else rows[:num_rows]
 
     def _header(self, sizes: Sequence[int]) -> torch.Tensor:
-        """Returns sizes on the device, which they reach without a copy from the host."""
+        """Returns sizes on the device, without a copy from the host."""
         most = max(sizes)
         with torch.inference_mode(False):
             if most >= self._numbers.shape[0]:
@@ -254,7 +251,7 @@ def to_int32(tensor: torch.Tensor) -> torch.Tensor:
 def _how_to_pack(
     field: Field, tensor: torch.Tensor
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Says how a tensor becomes what an executable reads, whichever width its integers have."""
+    """Returns how a tensor is converted to what an executable reads, whatever its integer width."""
     if field.kind == "int32" and tensor.dtype == torch.int64:
         return lambda tensor: to_int32(tensor).reshape(-1)
     if field.kind == "int64" and tensor.dtype == torch.int32:
@@ -275,7 +272,7 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.resolve_neg()
     flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
     if flat.stride() != (1,):
-        # Words lie side by side; one entry may have any stride, and is contiguous to torch.
+        # Words are contiguous; torch treats a single entry of any stride as contiguous.
         flat = flat.contiguous().as_strided(flat.shape, (1,))
     if dtype.itemsize == 2:
         if math.prod(tensor.shape[1:]) % 2:

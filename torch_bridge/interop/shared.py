@@ -1,4 +1,4 @@
-"""Memory of torch that JAX reads in every step, and copies of host numbers to a device."""
+"""Torch memory that JAX reads in every step, and copies of host numbers to a device."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def torch_device(device: Any, owner: str) -> torch.device:
     """Returns a device with its index.
 
     Raises:
-      TypeError: it is none.
+      TypeError: it is no device.
     """
     try:
         device = torch.device(device)
@@ -35,7 +35,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def alias(tensor: torch.Tensor) -> jax.Array:
-    """Hands memory to JAX that torch rewrites between two calls of JAX.
+    """Passes memory to JAX that torch rewrites between two calls of JAX.
 
     Args:
       tensor: contiguous; on a CPU aligned to 64 bytes, as what torch allocates is.

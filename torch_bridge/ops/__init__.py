@@ -1,10 +1,10 @@
 """Single kernels and helpers of a runner, on tensors of torch, with the names of vLLM's.
 
-`eagle_prepare_inputs_padded` and `eagle_prepare_next_token_padded` run in torch; the others cross
-to JAX once and back once. Sizes are padded to powers of two, so that changing batches compile
-nothing; tensors on a GPU are read and written in the order of the caller's current stream, and
-nothing waits for the device. Values are those of `jspec.pallas` and
-`jspec.metadata`: 32 bits wide inside, where larger ones become the nearest that fit.
+`eagle_prepare_inputs_padded`, `eagle_prepare_next_token_padded` and `extend_all_queries_by_N` run
+in torch; the others pass one array to JAX and get one back. Sizes are padded to powers of two, so
+that changing batches compile nothing; tensors on a GPU are read and written in the order of the
+caller's current stream, and nothing waits for the device. Values are those of `jspec.pallas` and
+`jspec.metadata`: 32 bits wide, where larger ones are clamped.
 
 Source: vLLM v1/spec_decode/utils.py.
 """

@@ -14,6 +14,7 @@ from jspec.metadata import CommonAttentionMetadata, next_power_of_2
 from jspec.pallas._dispatch import check_sizes
 from torch_bridge.interop.checks import check_tensors, of_metadata
 from torch_bridge.interop.metadata import changed
+from torch_bridge.interop.packing import to_int32
 from torch_bridge.ops.run import Arrays, Sizes, page_table, run
 
 
@@ -28,7 +29,7 @@ def compute_new_slot_mapping(
     """Looks up the cache slots of a pass whose requests each got more rows.
 
     The table is read flat, as vLLM does: a position beyond the table's width reads the next
-    request's row. Trailing requests without rows are padding, and get none.
+    request's row. Trailing requests without rows are padding, and get no rows.
 
     Args:
       cad: before the rows were added; `num_reqs`, `query_start_loc` and `block_table_tensor` are
@@ -89,9 +90,8 @@ def compute_new_slot_mapping(
 
 
 def _new_slots(
-    arrays: Arrays, *, impl: str, page_size: int, num_new_tokens: int, max_model_len: int
+    arrays: Arrays, *, page_size: int, num_new_tokens: int, max_model_len: int, **_: Any
 ) -> tuple[Array]:
-    del impl  # plain JAX is the only one
     added = arrays["live"].shape[0] * num_new_tokens
     return (
         metadata.compute_new_slot_mapping(
@@ -127,27 +127,30 @@ def extend_all_queries_by_N(
     Source: vLLM v1/spec_decode/utils.py, of the same name.
     """
     del arange
-    cad, op = common_attn_metadata, "extend_all_queries_by_N"
+    op = "extend_all_queries_by_N"
     check_sizes(op, 0, N=N)
-    host = host_starts(op, cad)
-    start, seq_lens = run(
-        op,
-        _extended,
-        {
-            "query_start_loc": (of_metadata(op, cad, "query_start_loc", 1), "int B+1"),
-            "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
-        },
-        "int B+1, int B",
-        num_new_tokens=N,
+    return changed(extended(op, common_attn_metadata, N), slot_mapping=new_slot_mapping)
+
+
+def extended(op: str, cad: Any, num_new_tokens: int) -> Any:
+    """Returns metadata with more rows for each request that has some, and the slots as they were.
+
+    Raises:
+      TypeError, ValueError: starts or lengths have another dtype, shape or device.
+    """
+    host, (start, seq_lens) = host_starts(op, cad), starts_and_lengths(op, cad)
+    with torch.inference_mode(False):  # results may be written to in every mode
+        host_added, added = (num_before(x) * num_new_tokens for x in (host, start))
+        start, seq_lens = start + added, seq_lens + added.diff()
+    return changed(
+        cad,
+        query_start_loc=start,
+        query_start_loc_cpu=host + host_added,
+        seq_lens=seq_lens,
+        num_actual_tokens=cad.num_actual_tokens + int(host_added[-1]),
+        max_query_len=cad.max_query_len + num_new_tokens,
+        max_seq_len=cad.max_seq_len + num_new_tokens,
     )
-    return extended(cad, host, N, start, seq_lens, new_slot_mapping)
-
-
-def _extended(arrays: Arrays, *, impl: str, num_new_tokens: int) -> tuple[Array, Array]:
-    del impl  # plain JAX is the only one
-    slots = jnp.zeros(arrays["live"].shape[0] * num_new_tokens, jnp.int32)
-    new = metadata.extend_all_queries_by_N(metadata_of(arrays, 0), num_new_tokens, slots)
-    return new.query_start, new.seq_lens
 
 
 def host_starts(op: str, cad: Any) -> torch.Tensor:
@@ -162,28 +165,21 @@ def host_starts(op: str, cad: Any) -> torch.Tensor:
     return host
 
 
-def extended(
-    cad: Any,
-    host: torch.Tensor,
-    num_new_tokens: int,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> Any:
-    """Returns metadata with the extended tensors and with extended host copies."""
-    num_live = int((host[:-1] < host[-1:]).sum())
-    added = torch.arange(host.shape[0], dtype=host.dtype, device=host.device)
-    added = added.clamp(max=num_live) * num_new_tokens
-    return changed(
-        cad,
-        query_start_loc=query_start_loc,
-        query_start_loc_cpu=host + added,
-        seq_lens=seq_lens,
-        num_actual_tokens=cad.num_actual_tokens + num_live * num_new_tokens,
-        max_query_len=cad.max_query_len + num_new_tokens,
-        max_seq_len=cad.max_seq_len + num_new_tokens,
-        slot_mapping=slot_mapping,
-    )
+def starts_and_lengths(op: str, cad: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the metadata's `query_start_loc`, int32 [B + 1], and `seq_lens`, int32 [B].
+
+    Raises:
+      TypeError, ValueError: one has another dtype, shape or device.
+    """
+    start, seq_lens = (of_metadata(op, cad, "query_start_loc", 1), of_metadata(op, cad, "seq_lens"))
+    check_tensors(op, {"query_start_loc": (start, "int B+1"), "seq_lens": (seq_lens, "int B")})
+    return to_int32(start), to_int32(seq_lens)
+
+
+def num_before(query_start: torch.Tensor) -> torch.Tensor:
+    """Counts the requests before each one, padding at the end not included, [B + 1]."""
+    index = torch.arange(len(query_start), dtype=query_start.dtype, device=query_start.device)
+    return index.minimum((query_start[:-1] < query_start[-1:]).sum(dtype=index.dtype))
 
 
 def update_num_computed_tokens_for_batch_change(
@@ -197,7 +193,7 @@ def update_num_computed_tokens_for_batch_change(
     """Reorders the counts of the batch before for this batch, in place.
 
     Args:
-      num_computed_tokens: int [B] or longer; of the batch before, written over with this one's
+      num_computed_tokens: int [B] or longer; of the batch before, overwritten with this one's
         counts. Entries from B on stay.
       num_accepted_tokens: int [B], written.
       prev_positions: int [B] index of each request in the batch before; negative if new.
@@ -239,8 +235,7 @@ def update_num_computed_tokens_for_batch_change(
     num_accepted_tokens.copy_(accepted)
 
 
-def _batch_change(arrays: Arrays, *, impl: str) -> tuple[Array, Array]:
-    del impl  # plain JAX is the only one
+def _batch_change(arrays: Arrays, **_: Any) -> tuple[Array, Array]:
     return metadata.update_num_computed_tokens_for_batch_change(
         arrays["num_computed_tokens"],
         arrays["num_accepted_tokens"],
@@ -253,12 +248,12 @@ def _batch_change(arrays: Arrays, *, impl: str) -> tuple[Array, Array]:
 
 
 def metadata_of(arrays: Arrays, num_rows: int) -> CommonAttentionMetadata:
-    """Makes jspec's metadata of a padded batch; the counts, which the host keeps, are 0."""
+    """Makes jspec's metadata of a padded batch; lengths and counts, computed in torch, are 0."""
     num_requests = arrays["live"].shape[0]
     zero, table = jnp.int32(0), jnp.zeros((num_requests, 1), jnp.int32)
     return CommonAttentionMetadata(
         query_start=arrays["query_start_loc"],
-        seq_lens=arrays.get("seq_lens", jnp.zeros(num_requests, jnp.int32)),
+        seq_lens=jnp.zeros(num_requests, jnp.int32),
         block_table=page_table(arrays) if "block_table_tensor" in arrays else table,
         slots=jnp.zeros(num_rows, jnp.int32),
         num_tokens=zero,

@@ -3,6 +3,7 @@
 Source: vLLM v1/spec_decode/utils.py.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def copy_and_expand_eagle_inputs(
 ) -> ExpandedInputs:
     """Adds the next token and rows for drafts after the accepted rows of each request.
 
-    Positions are computed in 32 bits; larger ones become the largest that leave room to count on.
+    Positions are computed in 32 bits; larger ones are clamped so that additions do not overflow.
 
     Args:
       target_token_ids: int [T] the target's rows, rejected ones included.
@@ -106,7 +107,7 @@ def _expand_eagle(arrays: Arrays, *, num_slots: int, shift: bool, **static: Any)
     longest = positions.shape[0] + num_requests * num_slots
     rows = expand_eagle(
         arrays["target_token_ids"],
-        jnp.minimum(positions, INT32_MAX - longest),  # room to count on
+        jnp.minimum(positions, INT32_MAX - longest),  # additions do not overflow
         arrays["next_token_ids"],
         arrays["query_start_loc"],
         arrays["query_end_loc"],
@@ -149,7 +150,7 @@ def copy_and_expand_dflash_inputs(
 ) -> BlockInputs:
     """Lays out a block of query rows after each request's accepted context.
 
-    No limit of the model is looked at, as in the original; past the table its last column answers,
+    The model's limit is not applied, as in the original; past the table its last column is used,
     and a page of -1 has no slot. Positions are computed in 32 bits, as in
     `copy_and_expand_eagle_inputs`.
 
@@ -159,7 +160,7 @@ def copy_and_expand_dflash_inputs(
       query_start_loc: int [B + 1] first row of each request, and the end of the last.
       block_table_tensor: int [B, M] pages.
       num_rejected_tokens: int [B] rejected rows at the end of each request; None for none.
-      parallel_drafting_token_id: of rows to fill in.
+      parallel_drafting_token_id: of rows to draft.
       block_size: slots per page.
       num_speculative_tokens: drafts per request.
 
@@ -188,34 +189,37 @@ def copy_and_expand_dflash_inputs(
     if num_rejected_tokens is not None:
         tensors["num_rejected_tokens"] = num_rejected_tokens, "int B"
     check_sizes(op, block_size=block_size, num_speculative_tokens=num_speculative_tokens)
-    ids, context, positions, context_slots, slots, index = run(
+    return block_rows(op, tensors, num_speculative_tokens, block_size, parallel_drafting_token_id)
+
+
+def block_rows(
+    op: str,
+    tensors: Mapping[str, tuple[Any, str]],
+    num_drafts: int,
+    page_size: int,
+    mask_token: int,
+) -> BlockInputs:
+    """Lays out blocks; `tensors` are those of `copy_and_expand_dflash_inputs`, with their forms."""
+    ids, positions, slots, context, context_slots, index = run(
         op,
         _expand_dflash,
         tensors,
-        "int R, long T, long R, long T, long R, int B",
-        rows=lambda sizes: {"R": sizes["B"] * (num_speculative_tokens + 1)},
-        num_drafts=num_speculative_tokens,
-        page_size=block_size,
-        mask_token=parallel_drafting_token_id,
+        "int R, long R, long R, long T, long T, int B",
+        rows=lambda sizes: {"R": sizes["B"] * (num_drafts + 1)},
+        num_drafts=num_drafts,
+        page_size=page_size,
+        mask_token=mask_token,
     )
     return BlockInputs(ids, context, positions, context_slots, slots, index.view(-1))
 
 
 def _expand_dflash(arrays: Arrays, *, num_drafts: int, **static: Any) -> tuple[Any, ...]:
-    rows = expand_dflash(
+    return expand_dflash(
         arrays["next_token_ids"],
-        jnp.minimum(arrays["target_positions"], INT32_MAX - num_drafts - 1),  # room to count on
+        jnp.minimum(arrays["target_positions"], INT32_MAX - num_drafts - 1),  # no overflow
         arrays["query_start_loc"],
         page_table(arrays),
-        arrays.get("num_rejected_tokens"),
+        arrays.get("num_rejected_tokens", arrays.get("num_rejected_tokens_gpu")),
         num_drafts=num_drafts,
         **static,
-    )
-    return (
-        rows.token_ids,
-        rows.context_positions,
-        rows.query_positions,
-        rows.context_slots,
-        rows.query_slots,
-        rows.sample_index,
     )

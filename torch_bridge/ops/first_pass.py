@@ -3,6 +3,7 @@
 Source: vLLM v1/spec_decode/llm_base_proposer.py and dflash.py, set_inputs_first_pass.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,8 +14,16 @@ from jspec import metadata
 from jspec.axes import INT32_MAX
 from jspec.pallas._dispatch import check_sizes
 from torch_bridge.interop.checks import check_are_tensors, check_tensors, of_metadata
-from torch_bridge.interop.metadata import has_own, remade
-from torch_bridge.ops.batch import extended, host_starts, metadata_of
+from torch_bridge.interop.metadata import changed, has_own, remade
+from torch_bridge.interop.packing import to_int32
+from torch_bridge.ops.batch import (
+    extended,
+    host_starts,
+    metadata_of,
+    num_before,
+    starts_and_lengths,
+)
+from torch_bridge.ops.expand import block_rows
 from torch_bridge.ops.run import Arrays, run
 
 
@@ -110,24 +119,23 @@ def set_inputs_first_pass(
     _, sizes = check_tensors(op, checked)
     if num_added == 0:
         ids, index = run(op, _shifted, tensors, "int T, int B")
-        with torch.inference_mode(False):  # as the other results
+        with torch.inference_mode(False):  # writable in every mode, as the other results
             positions = target_positions.to(torch.int64, copy=True)
             states = hidden.detach().clone() if hidden is not None else None
         return FirstPassInputs(sizes["T"], index, cad, ids, positions, states, None, None)
-    host = host_starts(op, cad)
+    extended_cad = extended(op, cad, num_added)
     tensors |= {
         "target_positions": (target_positions, "long T"),
-        "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
         "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
     }
-    results = "int B, int R, long R, bool R, bool R, long R, int B+1, int B"
+    results = "int B, int R, long R, bool R, bool R, long R"
     if hidden is not None:
         vector = _mask_vector(op, parallel_drafting_hidden_state_tensor, hidden.shape[1])
         tensors["target_hidden_states"] = hidden, "float T D"
         tensors["parallel_drafting_hidden_state_tensor"] = vector[None], "float V D"
         results += ", float R"
     num_rows = sizes["T"] + sizes["B"] * num_added
-    index, ids, positions, rejected, masked, slots, start, seq_lens, *states = run(
+    index, ids, positions, rejected, masked, slots, *states = run(
         op,
         _expanded,
         tensors,
@@ -142,7 +150,7 @@ def set_inputs_first_pass(
     return FirstPassInputs(
         num_tokens=num_rows,
         token_indices_to_sample=index.view(-1),
-        cad=extended(cad, host, num_added, start, seq_lens, slots),
+        cad=changed(extended_cad, slot_mapping=slots),
         input_ids=ids,
         positions=positions,
         hidden_states=states[0] if states else None,
@@ -189,7 +197,7 @@ def _expanded(arrays: Arrays, *, num_slots: int, **static: Any) -> tuple[Array, 
     num_rows, num_requests = arrays["target_token_ids"].shape[0], arrays["live"].shape[0]
     rows = metadata.set_inputs_first_pass(
         arrays["target_token_ids"],
-        # Room to count on: none may wrap around.
+        # No position may overflow.
         jnp.minimum(arrays["target_positions"], INT32_MAX - num_rows - num_requests * num_slots),
         arrays["next_token_ids"],
         metadata_of(arrays, num_rows),
@@ -199,18 +207,13 @@ def _expanded(arrays: Arrays, *, num_slots: int, **static: Any) -> tuple[Array, 
         mask_hidden=None if mask_hidden is None else mask_hidden[0],
         **static,
     )
-    assert rows.rejected_mask is not None and rows.masked_mask is not None  # rows were added
-    outputs = (
-        rows.sample_index,
-        rows.token_ids,
-        rows.positions,
-        rows.rejected_mask,
-        rows.masked_mask,
-        rows.metadata.slots,
-        rows.metadata.query_start,
-        rows.metadata.seq_lens,
-    )
+    outputs = _OUTPUTS(rows)
     return outputs if rows.hidden is None else (*outputs, rows.hidden)
+
+
+_OUTPUTS = operator.attrgetter(
+    *("sample_index", "token_ids", "positions", "rejected_mask", "masked_mask", "metadata.slots")
+)
 
 
 class BlockFirstPassInputs(NamedTuple):
@@ -247,7 +250,7 @@ def set_inputs_first_pass_dflash(
 ) -> BlockFirstPassInputs:
     """Adds a block of query rows after the accepted context of each request.
 
-    Slots are the recorded ones: no limit of the model is looked at.
+    The model's limit is not applied to slots, as in the original.
 
     Args:
       next_token_ids: int [B] the token each request continues from.
@@ -255,7 +258,7 @@ def set_inputs_first_pass_dflash(
       cad: metadata of the target's pass; is not written to.
       num_rejected_tokens_gpu: int [B] rejected rows at the end of each request; None for none.
       num_speculative_tokens: drafts per request.
-      parallel_drafting_token_id: of rows to fill in.
+      parallel_drafting_token_id: of rows to draft.
       block_size: slots per page.
 
     Returns:
@@ -268,70 +271,48 @@ def set_inputs_first_pass_dflash(
     """
     op = "set_inputs_first_pass_dflash"
     check_sizes(op, block_size=block_size, num_speculative_tokens=num_speculative_tokens)
-    host = host_starts(op, cad)
+    host, (start, seq_lens) = host_starts(op, cad), starts_and_lengths(op, cad)
+    rejected = num_rejected_tokens_gpu
     tensors = {
         "next_token_ids": (next_token_ids, "int B"),
         "target_positions": (target_positions, "long T"),
-        "query_start_loc": (of_metadata(op, cad, "query_start_loc", 1), "int B+1"),
-        "seq_lens": (of_metadata(op, cad, "seq_lens"), "int B"),
+        "query_start_loc": (start, "int B+1"),
         "block_table_tensor": (of_metadata(op, cad, "block_table_tensor"), "int B M"),
     }
-    if num_rejected_tokens_gpu is not None:
-        tensors["num_rejected_tokens_gpu"] = num_rejected_tokens_gpu, "int B"
+    if rejected is not None:
+        tensors["num_rejected_tokens_gpu"] = rejected, "int B"
+    rows = block_rows(op, tensors, num_speculative_tokens, block_size, parallel_drafting_token_id)
     width = num_speculative_tokens + 1
-    index, ids, positions, context, context_slots, slots, start, seq_lens = run(
-        op,
-        _block,
-        tensors,
-        "int B, int R, long R, long T, long T, long R, int B+1, int B",
-        rows=lambda sizes: {"R": sizes["B"] * width},
-        num_drafts=num_speculative_tokens,
-        mask_token=parallel_drafting_token_id,
-        page_size=block_size,
-    )
-    B = len(seq_lens)
-    places = torch.arange(B + 1, dtype=torch.int32, device=host.device)
-    num_live = int((host[:-1] < host[-1:]).sum())
+    is_live = host[:-1] < host[-1:]
     bounds = {}
     bound = getattr(cad, "seq_lens_cpu_upper_bound", None)
     if bound is not None:  # rejected rows included
-        bounds["seq_lens_cpu_upper_bound"] = bound[:B] + (host[:-1] < host[-1:]).to(bound) * width
+        bounds["seq_lens_cpu_upper_bound"] = bound[: len(is_live)] + is_live.to(bound) * width
+    with torch.inference_mode(False):  # results may be written to in every mode
+        before = num_before(start)
+        added = width if rejected is None else width - to_int32(rejected)
+        seq_lens = seq_lens + before.diff() * added
+        start, host = before * width, num_before(host) * width
     block = remade(
         cad,
         *("_seq_lens_cpu", "_num_computed_tokens_cpu", "dcp_local_seq_lens"),
         *(["seq_lens_cpu"] if has_own(cad, "seq_lens_cpu") else []),
         query_start_loc=start,
-        query_start_loc_cpu=places.clamp(max=num_live) * width,
+        query_start_loc_cpu=host,
         seq_lens=seq_lens,
-        num_actual_tokens=num_live * width,
+        num_actual_tokens=int(host[-1]),
         max_query_len=width,
         max_seq_len=cad.max_seq_len + width,
-        slot_mapping=slots,
+        slot_mapping=rows.query_slot_mapping,
         causal=False,
         **bounds,
     )
     return BlockFirstPassInputs(
-        len(ids), index.view(-1), block, ids, positions, context, context_slots
-    )
-
-
-def _block(arrays: Arrays, *, num_drafts: int, **static: Any) -> tuple[Any, ...]:
-    positions = arrays["target_positions"]
-    rows = metadata.set_inputs_first_pass_dflash(
-        jnp.minimum(positions, INT32_MAX - num_drafts - 1),  # room to count on
-        arrays["next_token_ids"],
-        metadata_of(arrays, positions.shape[0]),
-        num_rejected=_num_rejected(arrays),
-        num_drafts=num_drafts,
-        **static,
-    )
-    return (
-        rows.sample_index,
-        rows.token_ids,
-        rows.positions,
-        rows.context_positions,
-        rows.context_slots,
-        rows.metadata.slots,
-        rows.metadata.query_start,
-        rows.metadata.seq_lens,
+        num_tokens=len(rows.input_ids),
+        token_indices_to_sample=rows.token_indices,
+        cad=block,
+        input_ids=rows.input_ids,
+        positions=rows.query_positions,
+        context_positions=rows.context_positions,
+        context_slot_mapping=rows.context_slot_mapping,
     )

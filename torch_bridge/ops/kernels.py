@@ -29,13 +29,13 @@ def eagle_step_update_slot_mapping_and_metadata(
     """Advances each request by one token, in place: its position, the slot of its KV, its length.
 
     A request whose next position is not below `max_model_len` gets position 0, slot -1 and length
-    1; fed back, that position counts up through real slots, as in the original.
+    1; if position 0 is passed to the next call, it gets real slots again, as in the original.
 
     Args:
       positions_1d: int [B] position of the token just drafted from; row 0 of the three for M-RoPE.
-      block_table_tensor: int [B, M] pages, or more rows; a view of a wider table will do. Past the
-        table its last column answers.
-      seq_lens: int [B] or longer; KV length before the step, written over with that after it.
+      block_table_tensor: int [B, M] pages, or more rows; it may be a view of a wider table. For
+        positions past the table its last column is used.
+      seq_lens: int [B] or longer; KV length before the step, overwritten with the length after it.
       block_size: slots per page.
       max_model_len: positions a request may have.
       out_clamped_positions: int [B] or longer, written; may be `positions_1d` itself.

@@ -1,4 +1,4 @@
-"""Runs functions of jspec on tensors of torch: packed into one array, and out of one again."""
+"""Runs functions of jspec on torch tensors, packed into one array; results come back in one."""
 
 import math
 import threading
@@ -12,12 +12,12 @@ from jaxtyping import Array, Int32
 
 from jspec.axes import PAD_SLOT
 from jspec.metadata import next_power_of_2
-from torch_bridge.interop.checks import check_are_tensors, check_tensors
+from torch_bridge.interop.checks import check_are_tensors, check_tensors, parsed
 from torch_bridge.interop.layout import Layout, layout_of, without_padding
 from torch_bridge.interop.packing import Packer, Plan
 
 Arrays = Mapping[str, Array]
-"""Inputs of a traced function by name, padded: entries from a tensor's own size on hold anything.
+"""Inputs of a traced function by name, padded: entries after a tensor's own size are undefined.
 
 The `live` entry [B] is True for requests that are no padding.
 """
@@ -30,7 +30,7 @@ def run(
     traced: Callable[..., Any],
     tensors: Mapping[str, tuple[Any, str]],
     results: str,
-    *,
+    *arrays: jax.Array,
     rows: Callable[[Sizes], Sizes] = lambda sizes: {},
     bucket: Callable[[Sizes], Sizes] = lambda sizes: {},
     **static: Any,
@@ -39,15 +39,17 @@ def run(
 
     Args:
       op: name of the function, for messages and profiles.
-      traced: takes (arrays, **static) and returns a tuple of integer or bool arrays, of which the
-        last may be of floats.
+      traced: takes (packed arrays, *arrays, **static) and returns a tuple of integer or bool
+        arrays, of which the last may be of floats.
       tensors: name to (tensor, form), see `check_tensors`; the first axis may change from call to
         call.
       results: dtype and rows of each result, as "long R, bool R, int B+1". A float result has the
         dtype that `traced` gives it.
+      arrays: on JAX's device already; passed on as they are.
       rows: sizes in `results` that no tensor has, from those of the tensors.
-      bucket: what letters are padded to where it is no power of two, from the tensors' sizes. It
-        and `rows` depend on nothing but those and `static`, and may refuse sizes.
+      bucket: padded sizes that are no power of two, by letter, from the tensors' sizes. It
+        and `rows` depend on nothing but those, `static` and the shapes of `arrays`, and may refuse
+        sizes.
       static: what a compilation depends on; hashable.
 
     Returns:
@@ -60,10 +62,10 @@ def run(
     given = [tensor for tensor, _ in tensors.values()]
     check_are_tensors(op, **{next(iter(tensors)): given[0]})
     device = given[0].device
-    # "auto" asks for the default device, and these tensors may lie on another one.
+    # "auto" reads the default device, and these tensors may be on another one.
     options = static | {"impl": "xla" if device.type == "cpu" else "auto"}
     named = tuple((name, form) for name, (_, form) in tensors.items())
-    function = op, traced, named, tuple(options.items())
+    function = op, traced, named, tuple(options.items()), *[array.shape for array in arrays]
 
     def plan() -> tuple[Plan, tuple[_Compiled, list[tuple[int, torch.dtype]]]]:
         _, sizes = check_tensors(op, tensors, device)
@@ -76,9 +78,9 @@ def run(
         planned = packer.plan(layout, {name: x for name, (x, _) in tensors.items()}, sizes)
         return planned, (compiled, _cuts(results, sizes | rows(sizes)))
 
-    packer = _packer(device)
+    packer = packer_of(device)
     words, (compiled, cuts) = packer.pack_planned((function, results), given, plan)
-    out, floats = compiled.call(words)
+    out, floats = compiled.call(words, *arrays)
     return _take(packer, out, floats, compiled.shapes, cuts)
 
 
@@ -93,8 +95,8 @@ class _Compiled:
     def __init__(self, op: str, traced: Callable[..., Any], layout: Layout, static: dict[str, Any]):
         self.shapes: tuple[tuple[int, ...], ...] = ()
 
-        def call(words: Array) -> tuple[Array, Array | None]:
-            outputs, floats = traced(_inputs(layout, words), **static), None
+        def call(words: Array, *arrays: Array) -> tuple[Array, Array | None]:
+            outputs, floats = traced(_inputs(layout, words), *arrays, **static), None
             if jnp.issubdtype(outputs[-1].dtype, jnp.floating):
                 *outputs, floats = outputs
             self.shapes = tuple(x.shape for x in outputs)
@@ -116,16 +118,9 @@ def _inputs(layout: Layout, words: Array) -> dict[str, Array]:
 
 
 def _cuts(results: str, sizes: Sizes) -> list[tuple[int, torch.dtype]]:
-    """Returns how many leading rows of each result are real, and the dtype that they get."""
-    cuts = []
-    for result in results.split(", "):
-        kind, axis = result.split()
-        letter, _, more = axis.partition("+")
-        cuts.append((sizes[letter] + int(more or 0), _DTYPES[kind]))
-    return cuts
-
-
-_DTYPES = {"int": torch.int32, "long": torch.int64, "bool": torch.bool, "float": torch.float32}
+    """Returns how many leading rows of each result are no padding, and their dtype."""
+    forms = [parsed(result) for result in results.split(", ")]
+    return [(sizes[letter] + more, dtypes[0]) for dtypes, ((letter, more, _),) in forms]
 
 
 @torch.inference_mode(False)  # results may be written to in every mode
@@ -136,7 +131,7 @@ def _take(
     shapes: tuple[tuple[int, ...], ...],
     cuts: list[tuple[int, torch.dtype]],
 ) -> list[torch.Tensor]:
-    """Copies the results, once, and cuts them."""
+    """Copies the results in one copy, and splits them."""
     flat = packer.own(words, words.shape[0], torch.int32)
     taken, offset = [], 0
     for shape, (num_rows, dtype) in zip(shapes, cuts, strict=False):
@@ -153,7 +148,7 @@ _compilations: dict[Any, _Compiled] = {}
 _local = threading.local()
 
 
-def _packer(device: torch.device) -> Packer:
+def packer_of(device: torch.device) -> Packer:
     """Returns this thread's: two threads must not write to one memory."""
     packers = _local.__dict__.setdefault("packers", {})
     if device not in packers:

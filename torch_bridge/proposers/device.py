@@ -1,4 +1,4 @@
-"""Base of the classes with weights: configuration, loading, KV pages, memory, executables."""
+"""The base class of drafters on the device: configuration, loading, KV pages, executables."""
 
 import contextlib
 import warnings
@@ -21,7 +21,7 @@ from torch_bridge.interop.layout import Layout, layout_of
 from torch_bridge.interop.packing import Packer, Plan
 from torch_bridge.interop.shared import torch_device
 from torch_bridge.proposers import weights
-from torch_bridge.proposers.settings import Settings, check_supported, read
+from torch_bridge.proposers.settings import ConfigReader, Settings, check_supported
 
 
 class DeviceProposer:
@@ -40,26 +40,28 @@ class DeviceProposer:
 
     Raises:
       ValueError: the configuration lacks something, or is of another method. NotImplementedError:
-        it asks for what this drafter does not do. RuntimeError: JAX has no such device.
+        it has an option that this drafter does not support. RuntimeError: JAX has no such device.
     """
 
     methods: tuple[str, ...] = ()
     has_pages = True
     _make: Any  # makes the executable of a bucket: (config, layout, *static)
+    _run_empty: Any  # runs a step of a number of rows without requests
     _frames = 8  # from the warning of a compilation up to the caller of `propose`
 
     def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
         del runner
         self._owner = owner = type(self).__name__
         self.vllm_config = vllm_config
-        self.settings = Settings.of(vllm_config, owner)
+        self._read = ConfigReader(vllm_config, owner)
+        self.settings = Settings.of(self._read)
         self.method = self.settings.method
         if self.method not in self.methods:
             raise ValueError(
                 f"{owner}: `speculative_config.method` is {self.method!r}, wanted "
                 f"{' or '.join(map(repr, self.methods))}. Take the class of that method."
             )
-        check_supported(owner, vllm_config, self.has_pages)
+        check_supported(self._read, self.has_pages)
         self.num_speculative_tokens = self.settings.num_drafts
         self.max_model_len = self.settings.max_model_len
         self.device = torch_device(device, owner)
@@ -100,7 +102,7 @@ class DeviceProposer:
         """
         check_not_forked()
         path = self._read("speculative_config.draft_model_config.model")
-        target = weights.target_of(target_model, self.vllm_config, self.device, owner=self._owner)
+        target = weights.target_of(target_model, self._read, self.device)
         options = self._load_options()
         with self._placed():
             drafter = jspec.load(
@@ -113,7 +115,7 @@ class DeviceProposer:
         self.set_drafter(drafter.config, drafter.params)
 
     def set_drafter(self, config: Any, params: Params) -> None:
-        """Takes a drafter that is in memory already, in place of one from disk.
+        """Sets a drafter that is in memory already, instead of one from disk.
 
         Args:
           config: of one of the methods of this class.
@@ -121,7 +123,7 @@ class DeviceProposer:
 
         Raises:
           ValueError: the config is of another method or drafts another number of tokens, or the
-            params do not fit it. TypeError: they are no nested dict of arrays.
+            params do not fit it. TypeError: they are not a nested dict of arrays.
         """
         name = proposers.of(config).name
         if name not in self.methods or config.num_drafts != self.settings.num_drafts:
@@ -140,8 +142,8 @@ class DeviceProposer:
     ) -> None:
         """Takes the number and the size of KV pages from vLLM's KV cache configuration.
 
-        The drafter has attention of its own: no backend is made. It allocates as many pages as the
-        target has, to which the same block tables point.
+        The drafter has its own attention: no backend is made. It allocates as many pages as the
+        target has, addressed by the same block tables.
 
         Args:
           kv_cache_config: `num_blocks` and `kv_cache_groups[0].kv_cache_spec.block_size` are read.
@@ -150,17 +152,16 @@ class DeviceProposer:
         Raises:
           ValueError: a size is missing, or pages of it do not fill the blocks.
         """
-        num_pages, groups = (
-            read(kv_cache_config, name, owner=self._owner, of="kv_cache_config")
-            for name in ("num_blocks", "kv_cache_groups")
-        )
+        name = "kv_cache_config"
+        read = ConfigReader(kv_cache_config, self._owner, name)
+        num_pages, groups = read("num_blocks"), read("kv_cache_groups")
         if not groups:
             raise ValueError(
                 f"{self._owner}: `kv_cache_config.kv_cache_groups` is empty, wanted the target's "
                 "group. Pass the configuration that vLLM made for the target."
             )
-        first = "kv_cache_config.kv_cache_groups[0]"
-        block_size = read(groups[0], "kv_cache_spec.block_size", owner=self._owner, of=first)
+        read = ConfigReader(groups[0], self._owner, f"{name}.kv_cache_groups[0]")
+        block_size = read("kv_cache_spec.block_size")
         page_size = kernel_block_sizes[0] if kernel_block_sizes else block_size
         if page_size < 1 or num_pages * block_size % page_size:
             raise ValueError(
@@ -172,17 +173,17 @@ class DeviceProposer:
         self._set_pages(num_pages * block_size // page_size, page_size)
 
     def initialize_cudagraph_keys(self, cudagraph_mode: Any = None) -> None:
-        """Does nothing: JAX's executables are captured in command buffers by XLA itself."""
+        """Does nothing: XLA itself captures executables in command buffers."""
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
-        """Takes the KV pages from the configuration: no layer of the drafter's is among vLLM's."""
+        """Takes the KV pages from the configuration: vLLM has none of the drafter's layers."""
         self.initialize_attn_backend(kv_cache_config)
 
     def warmup(self) -> None:
-        """Compiles what steps of every size run, up to `max_num_batched_tokens` rows.
+        """Compiles steps of every size up to `max_num_batched_tokens` rows.
 
-        For runners that do not call `dummy_run` for all sizes; no step compiles afterwards. To be
-        called when weights and KV pages are known.
+        For runners that do not call `dummy_run` for all sizes; no step compiles afterwards. Call it
+        when weights and KV pages are known.
 
         Raises:
           RuntimeError: no weights are loaded. ValueError: the number of pages is not known.
@@ -199,13 +200,13 @@ class DeviceProposer:
         is_graph_capturing: bool = False,
         slot_mappings: Any = None,
     ) -> None:
-        """Compiles what steps of so many rows run; does nothing before weights and pages are known.
+        """Compiles steps of a number of rows; does nothing before weights and pages are known.
 
-        With a `num_speculative_tokens_per_batch_size`, every number of drafts that it has as well.
+        With `num_speculative_tokens_per_batch_size`, also for every number of drafts in it.
 
         Args:
           num_tokens: rows of a step; Medusa's has one for each request.
-          is_graph_capturing: smaller steps that have no executable of their own run this one.
+          is_graph_capturing: smaller steps without an executable of their own use this one.
           use_cudagraphs, slot_mappings: not used.
         """
         del use_cudagraphs, slot_mappings
@@ -214,15 +215,10 @@ class DeviceProposer:
             with self._dummy_run(is_graph_capturing):
                 self._run_empty(num_tokens)
 
-    def _run_empty(self, num_tokens: int) -> None:
-        """Runs a step of so many rows that has no request."""
-        raise NotImplementedError
-
     @property
     def _can_compile(self) -> bool:
         """Whether weights and KV pages are known: vLLM profiles before they are."""
-        name = "cache_config.num_gpu_blocks"
-        num_pages = self._num_pages or self._read(name, 0)
+        num_pages = self._num_pages or self._read("cache_config.num_gpu_blocks", 0)
         return self.config is not None and (num_pages > 0 or not self.has_pages)
 
     def _ready(self) -> None:
@@ -336,7 +332,7 @@ class DeviceProposer:
         finally:
             self._compiling = "no"
             if len(self._executables) > before:
-                # A step that ran a larger executable may have one of its own now.
+                # A step that used a larger executable may have one of its own now.
                 self._packer.forget_plans()
                 self._warns = True
 
@@ -350,21 +346,16 @@ class DeviceProposer:
             for name, tensor in named.items()
         )
         warnings.warn(
-            f"{self._owner}: a step compiles while it is waited for: {shapes}. Call "
-            "warmup(), or dummy_run for so many rows, before the first request. Further ones are "
-            "not reported.",
+            f"{self._owner}: a step compiles while requests wait: {shapes}. Call warmup(), or "
+            "dummy_run for that number of rows, before the first request. Later ones are not "
+            "reported.",
             UserWarning,
             stacklevel=self._frames,
         )
 
-    def _read(self, path: str, *default: Any) -> Any:
-        return read(self.vllm_config, path, *default, owner=self._owner)
-
     def _set_pages(self, num_pages: int, page_size: int) -> None:
-        if self._memory is not None and (num_pages, page_size) != (
-            self._num_pages,
-            self.block_size,
-        ):
+        known = self._num_pages, self.block_size
+        if self._memory is not None and (num_pages, page_size) != known:
             self._memory = None
             self._forget_executables()
         self._num_pages, self.block_size = num_pages, page_size
@@ -381,7 +372,7 @@ class DeviceProposer:
 
     def _load_options(self) -> dict[str, Any]:
         parallel = self._read("speculative_config.parallel_drafting", None)
-        if parallel is None or self.method == "dflash":  # which drafts in parallel in any case
+        if parallel is None or self.method == "dflash":  # always drafts in parallel
             return {}
         can = self.method in ("eagle3", "draft_model")
         return {"parallel_drafting": bool(parallel)} if parallel or can else {}

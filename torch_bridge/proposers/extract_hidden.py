@@ -21,11 +21,11 @@ from torch_bridge.interop.dlpack import to_torch
 from torch_bridge.interop.layout import Layout, int64_pairs
 from torch_bridge.proposers.device import DeviceProposer
 from torch_bridge.proposers.prepare import NextTokens
-from torch_bridge.proposers.settings import count_first, read
+from torch_bridge.proposers.settings import count_first
 
 
 class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
-    """Stores the target's hidden states by KV slot; its drafts are fillers. See `DeviceProposer`.
+    """Stores hidden states of the target by KV slot; drafts are placeholders. See `DeviceProposer`.
 
     Raises:
       ValueError: num_speculative_tokens is not 1, or the drafter batch is not padded.
@@ -39,17 +39,17 @@ class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
         if self.num_speculative_tokens != 1:
             raise ValueError(
                 f"{owner}: num_speculative_tokens is {self.num_speculative_tokens}, wanted 1: "
-                "states are kept, and the one draft is a filler."
+                "states are stored, and the one draft is a placeholder."
             )
         flag = "speculative_config.disable_padded_drafter_batch"
-        if read(vllm_config, flag, False, owner=owner):
+        if self._read(flag, False):
             raise ValueError(
-                f"{owner}: disable_padded_drafter_batch is set, and rejected rows are part of what "
-                "is stored. Leave it out."
+                f"{owner}: disable_padded_drafter_batch is set, and rejected rows are stored, too. "
+                "Leave it out."
             )
 
     def load_model(self, target_model: torch.nn.Module | str | PathLike[str]) -> None:
-        """Reads which layers are kept; there are no weights.
+        """Reads which layers are stored; there are no weights.
 
         Args:
           target_model: not read.
@@ -58,15 +58,14 @@ class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
           ValueError: the draft's config.json names no layers.
         """
         del target_model
-        owner, path = self._owner, "speculative_config.draft_model_config.hf_config"
-        hf_config = read(self.vllm_config, path, owner=owner)
-        layers = _get(hf_config, "eagle_aux_hidden_state_layer_ids")
+        path = "speculative_config.draft_model_config.hf_config"
+        layers = _get(self._read(path), "eagle_aux_hidden_state_layer_ids")
         if not layers:
             raise ValueError(
-                f"{owner}: `{path}` has no eagle_aux_hidden_state_layer_ids. List the layers to "
-                "keep there, n = after n layers of the target."
+                f"{self._owner}: `{path}` has no eagle_aux_hidden_state_layer_ids. List the layers "
+                "to store there, n = after n layers of the target."
             )
-        target = read(self.vllm_config, "model_config.hf_config", owner=owner)
+        target = self._read("model_config.hf_config")
         config = ExtractHiddenStatesConfig(
             hidden_layers=tuple(layers),
             hidden_size=_get(target, "hidden_size"),
@@ -107,7 +106,7 @@ class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
         if not isinstance(target_hidden_states, Sequence):
             raise TypeError(
                 f"{owner}: `target_hidden_states` is a {type(target_hidden_states).__name__}, "
-                "wanted a list of tensors, one for each layer that is kept. Pass it in brackets."
+                "wanted a list of tensors, one for each stored layer. Pass it in brackets."
             )
         check_are_tensors(owner, **_by_layer(target_hidden_states))
         shapes = [tuple(states.shape) for states in target_hidden_states]
@@ -115,17 +114,17 @@ class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
         if shapes != [(num_rows, size)] * len(self.config.hidden_layers):
             raise ValueError(
                 f"{owner}: `target_hidden_states` has shapes {shapes}, wanted "
-                f"{len(self.config.hidden_layers)} of [T, {size}], one for each layer that is kept."
+                f"{len(self.config.hidden_layers)} of [T, {size}], one for each stored layer."
             )
         slots = common_attn_metadata.slot_mapping
         check_tensors(owner, {"slot_mapping": (slots, "int T..")}, self.device, T=num_rows)
         forms = {"slot_mapping": "long T"}
         forms |= dict.fromkeys(_by_layer(target_hidden_states), "float T D")
         words, store = self._pack([slots[:num_rows], *target_hidden_states], forms)
-        # The tiny second result makes the next step's writes wait for this one's reads.
+        # The second result, one number, makes the next step's writes wait for this one's reads.
         self._memory, done = store(self._memory, words)
         self._packer.take(done, 1, 1)
-        with torch.inference_mode(False):  # so that it may be written to anywhere
+        with torch.inference_mode(False):  # writable in every mode
             return sampled_token_ids[:, :1].clone()
 
     @staticmethod
@@ -190,8 +189,8 @@ class ExtractHiddenStatesProposer(NextTokens, DeviceProposer):
 
 
 def _get(hf_config: Any, name: str) -> Any:
-    get = hf_config.get if isinstance(hf_config, Mapping) else functools.partial(getattr, hf_config)
-    return get(name, None)
+    is_mapping = isinstance(hf_config, Mapping)
+    return hf_config.get(name) if is_mapping else getattr(hf_config, name, None)
 
 
 def _page_numbers(owner: str, block_table_row: Sequence[int]) -> np.ndarray:

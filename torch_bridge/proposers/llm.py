@@ -1,6 +1,6 @@
 """Drafters with a decoder of their own, with the methods that vLLM's runner calls.
 
-A step crosses to JAX once and back once. Source: vLLM v1/spec_decode/llm_base_proposer.py.
+A step passes one array to JAX and one back. Source: vLLM v1/spec_decode/llm_base_proposer.py.
 """
 
 import functools
@@ -22,11 +22,7 @@ from torch_bridge.interop.packing import to_int32
 from torch_bridge.proposers import rows
 from torch_bridge.proposers.device import DeviceProposer
 from torch_bridge.proposers.prepare import Preparing
-from torch_bridge.proposers.settings import (
-    count_first,
-    drafts_of_step,
-    refuse_context_parallelism,
-)
+from torch_bridge.proposers.settings import count_first, drafts_of_step, refuse_context_parallelism
 from torch_bridge.proposers.weights import target_has_axes
 
 _TABLE = "block_table_tensor"
@@ -41,9 +37,9 @@ _FORMS = {
     "target_hidden_states": "float T D",
 }
 _FORMS_WITH_AXES = _FORMS | {"target_positions": "long T axes"}
-"""The tensors of a step, as they are packed: `query_start_loc` first says how many requests. The
-table is flat, so that its width, which releases of vLLM choose differently, compiles nothing; nor
-does the width of integers, see `torch_bridge.interop.checks`."""
+"""The tensors of a step, as they are packed: the first one, `query_start_loc`, has the number of
+requests. The table is flat, so that its width, which differs between releases of vLLM, compiles
+nothing; nor does the width of integers, see `torch_bridge.interop.checks`."""
 
 
 class LLMProposer(Preparing, DeviceProposer):
@@ -82,14 +78,14 @@ class LLMProposer(Preparing, DeviceProposer):
     ) -> torch.Tensor:
         """Drafts the next tokens of each request, greedily, without waiting for the device.
 
-        No argument is written to: `common_attn_metadata.seq_lens`, which the original counts up in
+        No argument is written to: `common_attn_metadata.seq_lens`, which the original increments in
         place, keeps its values.
 
         Args:
           target_token_ids: int [T] tokens that the target ran, rejected ones included.
-          target_positions: int [T], the place of each row in its request; or [3, T] of a target
-            with M-RoPE, whose rows' places come from `seq_lens`. A head without M-RoPE turns by the
-            first axis. Refused where rows are added: draft models, DFlash and P-EAGLE.
+          target_positions: int [T], the index of each row in its request; or [3, T] of a target
+            with M-RoPE, where the indices follow from `seq_lens`. A head without M-RoPE rotates by
+            the first axis. Refused by drafters that add rows: draft models, DFlash and P-EAGLE.
           target_hidden_states: float [T, D'] of the same rows: of the layers that the drafter
             reads, side by side. Not read by draft models.
           next_token_ids: int [B] token that each request continues from.
@@ -100,12 +96,12 @@ class LLMProposer(Preparing, DeviceProposer):
           sampling_metadata, slot_mappings: not read.
           mm_embed_inputs: None, or a pair whose first has no embeddings: drafts come from tokens.
           num_rejected_tokens_gpu: int [B] rejected rows at the end of each request.
-          num_speculative_tokens: K of this step, by default the configured one; 0 is for keeping
+          num_speculative_tokens: K of this step, by default the configured one; 0 only keeps
             the drafter's KV cache current.
 
         Returns:
-          int64 [B, K] drafts in memory of torch's own; -1 after a request's last one: where it
-          would grow beyond `max_model_len`, and where it kept no token.
+          int64 [B, K] drafts in memory of torch's own; -1 after a request's last one: where
+          it would exceed `max_model_len`, and where it kept no token.
 
         Raises:
           TypeError, ValueError: a tensor is invalid; the message names it. NotImplementedError:
@@ -219,15 +215,15 @@ class LLMProposer(Preparing, DeviceProposer):
 
     @property
     def _takes_axes(self) -> bool:
-        """Whether steps come with positions of three axes: the target decides, or else the head."""
-        if target_has_axes(self.vllm_config, owner=self._owner):
+        """Whether steps have positions of three axes, by the target's config or else the head's."""
+        if target_has_axes(self._read):
             return True
         model = getattr(self.config, "model", None)
         rope = getattr(getattr(model, "decoder", model), "rope", None)
         return getattr(rope, "mrope_section", None) is not None
 
     def _numbers_of_drafts(self, num_requests: int) -> list[int]:
-        """Returns the numbers of drafts that a batch of up to so many requests may be asked for."""
+        """Returns the numbers of drafts that a batch of up to `num_requests` may have to make."""
         path = "speculative_config.num_speculative_tokens_per_batch_size"
         schedule = self._read(path, ())
         asked = {count for first, _, count in schedule if first <= num_requests}
@@ -237,7 +233,7 @@ class LLMProposer(Preparing, DeviceProposer):
     def _bucket(
         self, sizes: Mapping[str, int], asked: tuple[int, int] | None = None
     ) -> dict[str, int]:
-        """Pads a step to (requests, rows) that were asked for, or else as `_padded` says."""
+        """Pads a step to the given (requests, rows), or else as `_padded` does."""
         num_requests, most = sizes["B"], self.settings.max_requests
         if num_requests > most:
             raise ValueError(
@@ -267,7 +263,7 @@ class LLMProposer(Preparing, DeviceProposer):
                 batch = _batch(*layout.unpack(words))
             with jax.named_scope("propose"):
                 memory, drafts = rows.propose(config, params, memory, batch, num_drafts=num_drafts)
-            # A result is returned in any case: the next step's writes wait until it is computed.
+            # Always returns a result: the next step's writes wait until it is computed.
             tokens = drafts.tokens if num_drafts else jnp.zeros_like(batch.next_token)[:, None]
             return memory, int64_pairs(tokens)
 
@@ -312,13 +308,13 @@ def _has_embeddings(owner: str, mm_embed_inputs: Any) -> bool:
 
 
 def _batch(arrays: dict[str, Array], sizes: dict[str, Int32[Array, ""]]) -> Batch:
-    """Makes jspec's batch of a step; entries after the live sizes become padding values."""
+    """Makes jspec's batch of a step; entries after the actual sizes become padding values."""
     num_requests = arrays["next_token_ids"].shape[0]
     num_rows = arrays["target_token_ids"].shape[0]
     request = jnp.arange(num_requests, dtype=jnp.int32)
     live, start = without_padding(arrays["query_start_loc"], sizes["B"])
     length = jnp.diff(start)
-    # A request whose rows were all rejected kept nothing: vLLM drafts from its neighbour.
+    # A request whose rows were all rejected kept nothing: vLLM drafts from the request before.
     rejected = jnp.where(live, arrays["num_rejected_tokens_gpu"], 0)
     keeps = live & (rejected < length)
     rejected = jnp.clip(rejected, 0, jnp.maximum(length - 1, 0))

@@ -40,7 +40,7 @@ class MedusaProposer(DeviceProposer):
           num_speculative_tokens: K of this step, by default the configured one.
 
         Returns:
-          int64 [B, K] drafts of torch's own, one of each head.
+          int64 [B, K] drafts in memory of torch's own, one of each head.
 
         Raises:
           TypeError, ValueError: the hidden states are invalid. RuntimeError: no weights are loaded,
@@ -56,9 +56,9 @@ class MedusaProposer(DeviceProposer):
         return self._packer.take(tokens, target_hidden_states.shape[0], num_drafts)
 
     def load_model(self, target_model: torch.nn.Module | str | PathLike[str]) -> None:
-        """Loads the heads, see `DeviceProposer.load_model`, and compiles for batches of every size.
+        """Loads the heads, see `DeviceProposer.load_model`, and compiles batches of every size.
 
-        vLLM's runner never asks this drafter for a dummy run.
+        vLLM's runner does not call `dummy_run` of this drafter.
         """
         super().load_model(target_model)
         self.warmup()
@@ -80,7 +80,7 @@ class MedusaProposer(DeviceProposer):
             zeros = jnp.zeros_like(request)
             batch = Batch(
                 token_ids=zeros,
-                positions=zeros,  # below the longest length, at which drafts end: the runner cuts
+                positions=zeros,  # so that no draft is cut at the longest length: the runner cuts
                 query_start=start,
                 seq_lens=live.astype(jnp.int32),
                 block_table=jnp.full((len(request), 1), PAD_SLOT, jnp.int32),

@@ -1,27 +1,24 @@
-"""N-gram lookup on the device, and what a runner calls around it; on the host see `ngram_host`.
+"""N-gram lookup on the device, and functions that a runner calls with it; see also `ngram_host`.
 
-The functions read and write attributes of vLLM's own objects. Source: vLLM
+The functions read and write attributes of vLLM's objects. Source: vLLM
 v1/spec_decode/ngram_proposer_gpu.py.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from jspec.axes import PAD_TOKEN
 from jspec.metadata import next_power_of_2
 from jspec.pallas import ngram_match
 from torch_bridge.interop.checks import check_tensors
-from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, placement
-from torch_bridge.interop.layout import Layout, layout_of
-from torch_bridge.interop.packing import Packer, Plan
+from torch_bridge.interop.dlpack import check_not_forked, check_preallocation, jax_device
 from torch_bridge.interop.shared import alias, empty, on_device, torch_device
-from torch_bridge.proposers.ngram_host import NgramProposer, lookup_bounds
-from torch_bridge.proposers.settings import Settings, count_first, drafts_of_step
+from torch_bridge.ops.run import Arrays, packer_of, run
+from torch_bridge.proposers.ngram_host import Lookup, NgramProposer
+from torch_bridge.proposers.settings import count_first, drafts_of_step
 
 __all__ = [
     "NgramProposer",
@@ -32,11 +29,11 @@ __all__ = [
 ]
 
 
-class NgramProposerGPU:
+class NgramProposerGPU(Lookup):
     """Drafts what `NgramProposer` does on the device, from histories that stay there.
 
-    Unlike `jspec`'s drafter, and as the original, it does not end at `max_model_len`: near the
-    limit, a runner takes no drafts. Construction compiles for every size of a batch, on a
+    Unlike `jspec`'s drafter, and like the original, it does not stop at `max_model_len`: near the
+    limit a runner uses no drafts. Construction compiles for every size of a batch, on a
     temporary table of histories.
 
     Args:
@@ -59,23 +56,17 @@ class NgramProposerGPU:
 
     def __init__(self, vllm_config: Any, device: Any, runner: Any = None):
         del runner
+        super().__init__(vllm_config)
         owner = type(self).__name__
-        settings = Settings.of(vllm_config, owner)
         self.vllm_config = vllm_config
-        self.k, self.max_model_len = settings.num_drafts, settings.max_model_len
-        self.max_num_seqs = settings.max_requests
-        self.min_n, self.max_n = lookup_bounds(vllm_config, settings, owner)
+        self.max_num_seqs = self.settings.max_requests
         self.device = torch_device(device, owner)
         check_preallocation(self.device)
-        self._packer = Packer(self.device, owner)
-        self._placed = placement(self._packer.device)
+        jax_device(self.device)  # raises where there is none
         self._copy = empty((0, 0), torch.int32, self.device)
         self._shared: dict[int, jax.Array] = {}
         self._shared_key: Any = None
         self._warm_up()
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: there are no weights."""
 
     @count_first
     def propose(
@@ -91,15 +82,15 @@ class NgramProposerGPU:
 
         JAX reads the histories where they are if they begin a contiguous table of at least
         `max_num_seqs` rows, of which they may be a slice, and of `max_model_len` columns; or else a
-        copy. The table is kept until a call with another one. What is larger than the configuration
-        says, rows or columns, compiles at its first step.
+        copy. The table is referenced until a call with another one. More rows or columns than the
+        configuration says compile at their first step.
 
         Args:
           num_tokens_no_spec: int [B] known tokens of each row before this step; not changed.
           token_ids_gpu: int32 [B, S] known tokens, rewritten; what lies after them is not read.
           valid_sampled_token_ids_gpu: int [B, W] sampled tokens; a PAD leaves its cell as it was,
-            and what would land outside of its row is dropped.
-          valid_sampled_tokens_count: int [B] columns of it that count; 0 drafts nothing.
+            and tokens past the end of a row are dropped.
+          valid_sampled_tokens_count: int [B] number of its valid columns; 0 drafts nothing.
           num_speculative_tokens: K of this step, by default the configured one.
 
         Returns:
@@ -127,25 +118,22 @@ class NgramProposerGPU:
         if B == 0:
             nothing = torch.empty((0, num_drafts), dtype=torch.int32, device=self.device)
             return nothing, nothing.new_empty(0)
-        self._packer.follow_stream()
+        packer_of(self.device).follow_stream()
         with torch.inference_mode():  # inference tensors and others may be written to
             _append(table, num_tokens, sampled, count)
             most = self.max_num_seqs if B <= self.max_num_seqs else next_power_of_2(B)
             histories = self._table(table, min(next_power_of_2(B), most))
-        rows = histories.shape[0]
-
-        def plan() -> tuple[Plan, Any]:
-            packed = {"num_tokens": (num_tokens, "int B"), "count": (count, "int B")}
-            layout = layout_of(packed, {"B": rows})
-            planned = self._packer.plan(layout, {n: x for n, (x, _) in packed.items()}, sizes)
-            return planned, _compiled(layout, self.min_n, self.max_n, self.k)
-
-        words, match = self._packer.pack_planned(rows, [num_tokens, count], plan)
-        with self._placed():
-            found = match(histories, words)
-        # One copy: the drafts of all rows, then the counts.
-        both = self._packer.own(found, rows * self.k + B, torch.int32)
-        drafts, num_valid = both[: B * self.k].view(B, self.k), both[rows * self.k :]
+        drafts, num_valid = run(
+            "ngram",
+            _match,
+            {"num_tokens": (num_tokens, "int B"), "count": (count, "int B")},
+            "int B, int B",
+            histories,
+            bucket=lambda _: {"B": histories.shape[0]},
+            min_n=self.min_n,
+            max_n=self.max_n,
+            num_drafts=self.k,
+        )
         if num_drafts < self.k:
             return drafts[:, :num_drafts].contiguous(), num_valid.clamp_(max=num_drafts)
         return drafts, num_valid
@@ -160,8 +148,8 @@ class NgramProposerGPU:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Counts the valid sampled tokens of each row and picks the one it continues from.
 
-        Valid tokens are taken to be packed left: with a hole the token at column `count - 1` is
-        returned, whatever it is. Nothing waits for the device.
+        Valid tokens are assumed to be left-aligned: the token at column `count - 1` is returned,
+        also where an invalid one is before it. Nothing waits for the device.
 
         In: sampled [[9 1000 3 -1]], vocab_size 100. Out: next_token [1000], count [2].
 
@@ -169,8 +157,8 @@ class NgramProposerGPU:
           sampled_token_ids: int [B, W] with PAD where there is none, or a list for each request.
           gpu_input_batch: `num_reqs` (B) and `vocab_size`, from which on ids are invalid, are read.
           token_ids_gpu: int32 [at least B, S] known tokens.
-          num_tokens_no_spec: int [at least B] known tokens of each row; the last of them serves a
-            row without valid token.
+          num_tokens_no_spec: int [at least B] known tokens of each row; a row without a valid
+            token continues from the last of them.
           discard_request_mask: bool [at least B] rows whose sampled tokens must not count.
 
         Returns:
@@ -205,7 +193,7 @@ class NgramProposerGPU:
         return torch.where(count > 0, newest, backup), count, sampled
 
     def _table(self, token_ids: torch.Tensor, rows: int) -> jax.Array:
-        """Hands the histories to JAX, with the memory after them up to so many rows."""
+        """Passes the histories to JAX, with the memory after them up to `rows` rows."""
         B, width = token_ids.shape
         num_tokens = token_ids.untyped_storage().nbytes() // 4 - token_ids.storage_offset()
         # JAX needs 64 bytes of alignment on a CPU, XLA 16 on a GPU.
@@ -217,14 +205,14 @@ class NgramProposerGPU:
             self._copy[:B, :width].copy_(token_ids)
             token_ids, width = self._copy, wanted
         key = token_ids.data_ptr(), width
-        if key != self._shared_key:  # the arrays keep their memory: an address is not reused
+        if key != self._shared_key:  # the arrays hold their memory, so its address is not reused
             self._shared, self._shared_key = {}, key
         if rows not in self._shared:
             self._shared[rows] = alias(token_ids.as_strided((rows, width), (width, 1)))
         return self._shared[rows]
 
     def _warm_up(self) -> None:
-        """Compiles what steps of all sizes run: as many executables as a size has bits."""
+        """Compiles steps of all sizes: powers of two of rows."""
         most = self.max_num_seqs
         table = empty((most, self.max_model_len), torch.int32, self.device)
         zeros = torch.zeros(most, dtype=torch.int32, device=self.device)
@@ -241,8 +229,8 @@ def _append(
     last = token_ids.shape[1] - 1
     # A negative length becomes a place far after the end of the row.
     start = (num_tokens.long() & (2**63 - 1)).unsqueeze(1)
-    # Columns beyond the end of a row repeat the one for its last cell: among writes to one cell, a
-    # device may keep any.
+    # Columns past the end of a row repeat the one for its last cell: of several writes to a cell,
+    # a device may keep any.
     column = torch.arange(sampled.shape[1], device=sampled.device)
     column = column.minimum((last - start).clamp_(min=0))  # [B, W]
     place = start + column
@@ -253,26 +241,10 @@ def _append(
     token_ids.scatter_(1, place, token)
 
 
-@functools.lru_cache(maxsize=256)
-def _compiled(layout: Layout, min_n: int, max_n: int, num_drafts: int) -> Any:
-    """Makes the one executable of a size, which all drafters of a process share."""
-
-    @jax.jit
-    def jspec_bridge_ngram(token_ids, words):
-        arrays, sizes = layout.unpack(words)
-        lengths = arrays["num_tokens"] + arrays["count"]
-        is_live = jnp.arange(lengths.shape[0], dtype=jnp.int32) < sizes["B"]
-        drafts, num_valid = ngram_match(
-            token_ids,
-            lengths,
-            is_live & (arrays["count"] > 0),
-            min_n=min_n,
-            max_n=max_n,
-            num_drafts=num_drafts,
-        )
-        return jnp.concatenate([drafts.reshape(-1), num_valid])
-
-    return jspec_bridge_ngram
+def _match(arrays: Arrays, token_ids: jax.Array, **static: Any) -> tuple[jax.Array, jax.Array]:
+    count = arrays["count"]
+    drafts_of = arrays["live"] & (count > 0)
+    return ngram_match(token_ids, arrays["num_tokens"] + count, drafts_of, **static)
 
 
 def update_scheduler_for_invalid_drafts(
@@ -281,13 +253,14 @@ def update_scheduler_for_invalid_drafts(
     scheduler_output: Any,
     req_id_to_index: dict[str, int],
 ) -> None:
-    """Removes drafts that do not exist from a scheduled step.
+    """Removes invalid drafts from a scheduled step.
 
-    A request that keeps none loses its entry. One without index or without drafts stays as it is.
+    The entry of a request without valid drafts is deleted. A request without index or without
+    drafts stays as it is.
 
     Args:
       num_valid_draft_tokens_event: waited for; None where nothing was queued.
-      num_valid_draft_tokens_cpu: int [B] drafts that exist, by row.
+      num_valid_draft_tokens_cpu: int [B] number of valid drafts, by row.
       scheduler_output: `scheduled_cached_reqs.req_ids` is read; `scheduled_spec_decode_tokens`,
         `num_scheduled_tokens` and `total_num_scheduled_tokens` are rewritten.
       req_id_to_index: row of each request.
@@ -323,8 +296,8 @@ def update_ngram_gpu_tensors_incremental(
     """Reorders histories on the device after the batch was reordered.
 
     The row of a continuing request is moved on the device; a new or resumed one
-    gets its known tokens from the host, and so do all in the first call. Lengths always come from
-    the host. Queued on the caller's stream; nothing waits for it.
+    gets its known tokens from the host, and so do all in the first call. Lengths are always
+    copied from the host. Everything is queued on the caller's stream, without a wait.
 
     Args:
       input_batch: `req_id_to_index`, `prev_req_id_to_index` (None = first call),
@@ -398,6 +371,5 @@ def copy_num_valid_draft_tokens(
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
         num_valid_draft_tokens_event.record()
-    num_valid_draft_tokens.record_stream(
-        stream
-    )  # so that its memory is not reused before the copy is done
+    # So that its memory is not reused before the copy is done.
+    num_valid_draft_tokens.record_stream(stream)

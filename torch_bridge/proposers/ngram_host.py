@@ -13,10 +13,25 @@ from numba import int32, int64
 
 from jspec._numba import entry
 from jspec.proposers import ngram
-from torch_bridge.proposers.settings import Settings, count_first, drafts_of_step, read
+from torch_bridge.proposers.settings import ConfigReader, Settings, count_first, drafts_of_step
 
 
-class NgramProposer:
+class Lookup:
+    """The configuration of drafters with n-gram lookup, which have no weights."""
+
+    def __init__(self, vllm_config: Any):
+        read = ConfigReader(vllm_config, type(self).__name__)
+        self.settings = Settings.of(read)
+        self.k, self.max_model_len = self.settings.num_drafts, self.settings.max_model_len
+        names = ("prompt_lookup_min", "prompt_lookup_max")
+        given = {name: read(f"speculative_config.{name}", None) for name in names}
+        self.min_n, self.max_n = ngram.NgramConfig(num_drafts=self.k, **given).bounds
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: there are no weights."""
+
+
+class NgramProposer(Lookup):
     """Drafts what followed the earliest of the longest earlier matches, on the host.
 
     JAX does not run, so it works in forked workers. Construction compiles.
@@ -37,13 +52,8 @@ class NgramProposer:
     """
 
     def __init__(self, vllm_config: Any):
-        settings = Settings.of(vllm_config, type(self).__name__)
-        self.k, self.max_model_len = settings.num_drafts, settings.max_model_len
-        self.min_n, self.max_n = lookup_bounds(vllm_config, settings, type(self).__name__)
+        super().__init__(vllm_config)
         _search.compile(_SEARCH_TYPES)
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: there are no weights."""
 
     @count_first
     def propose(
@@ -94,7 +104,7 @@ class NgramProposer:
                 f"the width of `token_ids_cpu`. Pass the number of known tokens of each row."
             )
         history = np.ascontiguousarray(table[:B]).view()
-        history.flags.writeable = False  # one numba type, so one compilation, for all arrays
+        history.flags.writeable = False  # one numba type for all arrays, so one compilation
         tokens, counts = np.empty((B, num_drafts), np.int32), np.zeros(B, np.int32)
         limits = self.min_n, self.max_n, self.max_model_len
         _search(history, lengths.astype(np.int32), *limits, tokens, counts)
@@ -102,18 +112,11 @@ class NgramProposer:
         return [row[:count] for row, count in rows]
 
 
-def lookup_bounds(vllm_config: Any, settings: Settings, owner: str) -> tuple[int, int]:
-    """Reads the shortest and the longest suffix that is looked up."""
-    names = ("prompt_lookup_min", "prompt_lookup_max")
-    given = {n: read(vllm_config, f"speculative_config.{n}", None, owner=owner) for n in names}
-    return ngram.NgramConfig(num_drafts=settings.num_drafts, **given).bounds
-
-
 _LENGTHS = ("int32", "int64")
 
 
 def _on_host(owner: str, name: str, array: Any, ndim: int, dtypes: tuple[str, ...]) -> np.ndarray:
-    """Takes an array of numpy or a tensor on the CPU, in the memory that it has."""
+    """Returns a numpy array, or a tensor on the CPU as one, without a copy."""
     if isinstance(array, torch.Tensor) and array.device.type == "cpu":
         array = array.detach().numpy()
     if isinstance(array, np.ndarray) and array.ndim == ndim and str(array.dtype) in dtypes:
@@ -134,8 +137,8 @@ _SEARCH_TYPES = (
 )
 
 
-# Not jspec's search, which ends a draft at a negative id. On one thread, as vLLM's: a pool of
-# threads does not survive a fork.
+# Not jspec's search, which ends a draft at a negative id. On one thread, as in vLLM: a thread pool
+# does not work after a fork.
 @entry(ngram)
 def _search(
     history,  # [B, S]

@@ -17,7 +17,7 @@ from torch_bridge.ops.kernels import eagle_prepare_inputs_padded, eagle_prepare_
 
 
 def metadata_first(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a method take `common_attn_metadata` in front, as releases up to 0.20 pass it."""
+    """Lets a method take `common_attn_metadata` as first argument, which vLLM up to 0.20 passes."""
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
@@ -29,7 +29,7 @@ def metadata_first(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class NextTokens:
-    """The token that each request continues from, where sampled tokens are on the device."""
+    """Picks next tokens, where sampled tokens are on the device."""
 
     @metadata_first
     def prepare_next_token_ids_padded(
@@ -41,8 +41,9 @@ class NextTokens:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Picks the token that each request continues from, where sampled tokens are on the device.
 
-        A request that keeps none continues from its last known token. Takes vLLM's leading
-        `common_attn_metadata`, too, and does not read it. Nothing waits for the device.
+        A request that keeps none continues from its last known token. A leading
+        `common_attn_metadata`, as in vLLM 0.20, is accepted and not read. Nothing waits for the
+        device.
 
         Args:
           sampled_token_ids: int [B, W]; -1 after the last kept one.
@@ -66,7 +67,14 @@ class NextTokens:
             )
         if not isinstance(sampled, torch.Tensor) or not sampled.ndim:
             check_are_tensors("prepare_next_token_ids_padded", sampled_token_ids=sampled)
-        backup = backup_tokens(requests, batch, sampled.shape[0], sampled.device)
+        num_rows = sampled.shape[0]
+        num_requests = min(batch.num_reqs, num_rows)
+        lengths = batch.num_tokens_no_spec[:num_requests]
+        backup = [
+            int(requests[request_id].get_token_id(int(length) - 1))
+            for request_id, length in zip(batch.req_ids[:num_requests], lengths, strict=True)
+        ] + [0] * (num_rows - num_requests)
+        backup = on_device(backup, sampled.device, torch.int32)
         return self._next_tokens(sampled, discard_request_mask, backup, batch.vocab_size)
 
     _next_tokens = staticmethod(eagle_prepare_next_token_padded)
@@ -127,7 +135,7 @@ class Preparing(NextTokens):
         """Finds each request's last accepted row; rejected rows stay in the batch.
 
         Nothing waits for the device. A request that keeps no token has its index before its first
-        row, as in vLLM; `propose` drafts nothing for it.
+        row, as in vLLM; `propose` makes no drafts for it.
 
         Args:
           common_attn_metadata: of the target's pass.
@@ -171,11 +179,11 @@ class Preparing(NextTokens):
         Args:
           common_attn_metadata: of the target's pass.
           sampled_token_ids: kept tokens of each request.
-          num_draft_tokens: drafts that each request had verified; without any nothing is rejected.
+          num_draft_tokens: drafts that each request had verified; 0 means that nothing is rejected.
 
         Returns:
-          (metadata, token_indices): of the kept rows, with the target's `max_query_len`; int64,
-          where each of these rows was.
+          (metadata, token_indices): of the kept rows, with the target's `max_query_len`; int64, the
+          index of each kept row in the target's pass.
 
         Raises:
           ValueError: there is not one entry for each request, or more rows were rejected than a
@@ -223,19 +231,3 @@ class Preparing(NextTokens):
             **host_lengths,
         )
         return metadata, token_indices
-
-
-def backup_tokens(
-    requests: Mapping[str, Any], gpu_input_batch: Any, num_rows: int, device: torch.device
-) -> torch.Tensor:
-    """Returns the last known token of each request, int32 [num_rows]; 0 in rows after them."""
-    num_requests = min(gpu_input_batch.num_reqs, num_rows)
-    backup = [
-        int(requests[request_id].get_token_id(int(length) - 1))
-        for request_id, length in zip(
-            gpu_input_batch.req_ids[:num_requests],
-            gpu_input_batch.num_tokens_no_spec[:num_requests],
-            strict=True,
-        )
-    ]
-    return on_device(backup + [0] * (num_rows - num_requests), device, torch.int32)

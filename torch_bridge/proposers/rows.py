@@ -1,4 +1,4 @@
-"""Drafter memory by request for runners that pass batch indices and no batch slots.
+"""Drafter memory by request, for runners that pass batch indices instead of batch slots.
 
 The order of requests changes from step to step, but a request keeps its KV slots: the slot of its
 last accepted token is the one before the first row of its next step.
@@ -26,7 +26,7 @@ class FollowedMemory:
       inner: the drafter's.
       slot: KV slot of the last accepted token of the request that used each row; PAD where none
         did.
-      idle: steps since a row was used. A new request takes the row that was idle longest.
+      idle: steps since a row was used. A new request gets the row that was idle longest.
     """
 
     inner: _in_turn.Memory
@@ -35,7 +35,7 @@ class FollowedMemory:
 
 
 def followed(memory: Memory) -> Memory:
-    """Wraps a memory with a row a request, so that the rows follow the requests."""
+    """Wraps a memory that has a row for each request, so that requests find their rows."""
     if not isinstance(memory, _in_turn.Memory):
         return memory
     shape, place = memory.next_position.shape, memory.next_position.sharding
@@ -52,7 +52,7 @@ def propose(
     Args:
       config, params, num_drafts: as there.
       memory: of `followed`.
-      batch: the step; `request_slot` only tells which requests are padding.
+      batch: the step; `request_slot` is only read to find padding.
 
     Returns:
       (memory, drafts).
@@ -65,7 +65,7 @@ def propose(
 
 
 def _follow(memory: FollowedMemory, batch: Batch) -> tuple[FollowedMemory, Batch]:
-    """Finds the row of each request, or gives it one."""
+    """Finds the row of each request, or assigns one."""
     inner, num_rows = memory.inner, len(memory.slot)
     start, end = batch.query_start[:-1], batch.query_start[1:]
     runs = (batch.request_slot >= 0) & (end > start)

@@ -13,34 +13,43 @@ from jspec._checks import check_at_least
 _MISSING = object()
 
 
-def read(
-    config: Any, path: str, default: Any = _MISSING, *, owner: str, of: str = "vllm_config"
-) -> Any:
-    """Reads `a.b.c` of a configuration.
+@dataclass(frozen=True)
+class ConfigReader:
+    """Reads values of a configuration object by attribute names.
 
-    Args:
+    Attributes:
       config: of vLLM's form.
-      path: attribute names, with dots between them.
-      default: where an attribute is missing or None.
-      owner: for messages.
-      of: name of the configuration, for messages.
-
-    Raises:
-      ValueError: it is missing, and there is no default.
+      owner: who reads it, for messages.
+      name: of the configuration, for messages.
     """
-    value = config
-    for name in path.split("."):
-        value = getattr(value, name, None)
-        if value is None:
-            break
-    if value is not None:
-        return value
-    if default is _MISSING:
-        raise ValueError(
-            f"{owner}: `{of}.{path}` is missing. Set it, as vLLM does; any object with these "
-            "attributes will do."
-        )
-    return default
+
+    config: Any
+    owner: str
+    name: str = "vllm_config"
+
+    def __call__(self, path: str, default: Any = _MISSING) -> Any:
+        """Reads `a.b.c` of the configuration.
+
+        Args:
+          path: attribute names, with dots between them.
+          default: where an attribute is missing or None.
+
+        Raises:
+          ValueError: it is missing, and there is no default.
+        """
+        value = self.config
+        for name in path.split("."):
+            value = getattr(value, name, None)
+            if value is None:
+                break
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise ValueError(
+                f"{self.owner}: `{self.name}.{path}` is missing. Set it, as vLLM does; any object "
+                "with these attributes will do."
+            )
+        return default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,33 +71,26 @@ class Settings:
     max_rows: int
 
     @classmethod
-    def of(cls, vllm_config: Any, owner: str) -> "Settings":
+    def of(cls, read: ConfigReader) -> "Settings":
         """Reads a VllmConfig.
 
         Raises:
           ValueError: a size is missing or below 1.
         """
-        scheduler = "scheduler_config"
-        settings = cls(
-            method=read(vllm_config, "speculative_config.method", None, owner=owner),
-            num_drafts=read(vllm_config, "speculative_config.num_speculative_tokens", owner=owner),
-            max_model_len=read(vllm_config, "model_config.max_model_len", owner=owner),
-            max_requests=read(vllm_config, f"{scheduler}.max_num_seqs", 128, owner=owner),
-            max_rows=read(vllm_config, f"{scheduler}.max_num_batched_tokens", 2048, owner=owner),
-        )
-        check_at_least(
-            owner,
-            1,
-            num_speculative_tokens=settings.num_drafts,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_requests,
-            max_num_batched_tokens=settings.max_rows,
-        )
-        return settings
+        sizes = {
+            "num_speculative_tokens": read("speculative_config.num_speculative_tokens"),
+            "max_model_len": read("model_config.max_model_len"),
+            "max_num_seqs": read("scheduler_config.max_num_seqs", 128),
+            "max_num_batched_tokens": read("scheduler_config.max_num_batched_tokens", 2048),
+        }
+        check_at_least(read.owner, 1, **sizes)
+        fields = "num_drafts", "max_model_len", "max_requests", "max_rows"
+        method = read("speculative_config.method", None)
+        return cls(method=method, **dict(zip(fields, sizes.values(), strict=True)))
 
 
 def refuse_context_parallelism(owner: str, name: str) -> NoReturn:
-    """Raises NotImplementedError: pages are split over ranks, and a drafter has whole ones."""
+    """Raises NotImplementedError: pages are split over ranks, and a drafter's are not."""
     raise NotImplementedError(
         f"{owner}: `{name}` says that the KV cache is split over ranks, and the drafter has pages "
         "of its own for whole requests. Run without decode and prefill context parallelism, or "
@@ -96,23 +98,24 @@ def refuse_context_parallelism(owner: str, name: str) -> NoReturn:
     )
 
 
-def check_supported(owner: str, vllm_config: Any, has_pages: bool) -> None:
-    """Refuses choices that would silently do something else."""
+def check_supported(read: ConfigReader, has_pages: bool) -> None:
+    """Refuses options that the drafter would ignore."""
+    owner = read.owner
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if has_pages and read(vllm_config, f"parallel_config.{name}", 1, owner=owner) > 1:
+        if has_pages and read(f"parallel_config.{name}", 1) > 1:
             refuse_context_parallelism(owner, f"parallel_config.{name}")
-    tree = read(vllm_config, "speculative_config.speculative_token_tree", None, owner=owner)
+    tree = read("speculative_config.speculative_token_tree", None)
     if tree is not None and jspec.Tree(tree).depth < jspec.Tree(tree).num_nodes:
         raise NotImplementedError(
             f"{owner}: `speculative_token_tree` is {tree!r:.60}, and a runner verifies drafts as "
             "one chain. Leave it out, or decode trees with jspec.generate."
         )
-    if read(vllm_config, "speculative_config.use_heterogeneous_vocab", False, owner=owner):
+    if read("speculative_config.use_heterogeneous_vocab", False):
         raise NotImplementedError(
             f"{owner}: use_heterogeneous_vocab is set, and jspec's draft models share the target's "
             "vocabulary. Leave it out, with a draft model of the target's tokenizer."
         )
-    sampling = read(vllm_config, "speculative_config.draft_sample_method", "greedy", owner=owner)
+    sampling = read("speculative_config.draft_sample_method", "greedy")
     if sampling != "greedy":
         warnings.warn(
             f"{owner}: draft_sample_method is {sampling!r}, and the bridge drafts greedily. "
@@ -123,7 +126,7 @@ def check_supported(owner: str, vllm_config: Any, has_pages: bool) -> None:
 
 
 def count_first(method: Any) -> Any:
-    """Lets a method take `num_speculative_tokens` in front of its other arguments, as 0.33 does."""
+    """Lets a method take `num_speculative_tokens` as first argument, as vLLM 0.33 passes it."""
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
@@ -135,7 +138,7 @@ def count_first(method: Any) -> Any:
 
 
 def drafts_of_step(owner: str, asked: int | None, most: int) -> int:
-    """Returns K of a step: what the caller asks for, or else the configured number.
+    """Returns K of a step: the number that the caller passes, or else the configured one.
 
     Raises:
       TypeError: it is no integer. ValueError: it is below 0 or above the configured number.

@@ -11,11 +11,11 @@ import torch
 
 from jspec._checks import check_at_least
 from jspec.suffix import SuffixDecodingCache
-from torch_bridge.proposers.settings import count_first, drafts_of_step, read
+from torch_bridge.proposers.settings import ConfigReader, count_first, drafts_of_step
 
 
 class SuffixDecodingProposer:
-    """Drafts what most often followed the end of a request's tokens in all requests so far.
+    """Drafts the most frequent continuation of a request's last tokens in all requests so far.
 
     JAX does not run, so it works in forked workers. Construction compiles.
 
@@ -32,19 +32,18 @@ class SuffixDecodingProposer:
       max_spec_factor: a match of m tokens drafts at most `factor * m`.
       min_token_prob: a draft ends before a token that is less probable.
       max_model_len: most tokens of a request.
-      suffix_cache: the trees; `suffix_cache.save(path)` keeps them.
+      suffix_cache: the trees; `suffix_cache.save(path)` writes them to a file.
 
     Raises:
       ValueError: a value is missing or out of range.
     """
 
     def __init__(self, vllm_config: Any):
-        owner, section = type(self).__name__, "speculative_config"
-        name = f"{section}.suffix_decoding_"
-        depth = read(vllm_config, f"{name}max_tree_depth", 24, owner=owner)
-        cached = read(vllm_config, f"{name}max_cached_requests", 10_000, owner=owner)
-        factor = read(vllm_config, f"{name}max_spec_factor", 1.0, owner=owner)
-        least = read(vllm_config, f"{name}min_token_prob", 0.1, owner=owner)
+        owner, name = type(self).__name__, "speculative_config.suffix_decoding_"
+        read = ConfigReader(vllm_config, owner)
+        depth = read(f"{name}max_tree_depth", 24)
+        cached = read(f"{name}max_cached_requests", 10_000)
+        factor, least = read(f"{name}max_spec_factor", 1.0), read(f"{name}min_token_prob", 0.1)
         check_at_least(owner, 1, suffix_decoding_max_tree_depth=depth)
         check_at_least(owner, -1, suffix_decoding_max_cached_requests=cached)
         for option, value, high in (
@@ -56,8 +55,8 @@ class SuffixDecodingProposer:
                     f"{owner}: `suffix_decoding_{option}` is {value!r}, wanted a number from 0 to "
                     f"{high}. Change it in the speculative config."
                 )
-        most = read(vllm_config, f"{section}.num_speculative_tokens", depth, owner=owner)
-        limit = read(vllm_config, "model_config.max_model_len", owner=owner)
+        most = read("speculative_config.num_speculative_tokens", depth)
+        limit = read("model_config.max_model_len")
         check_at_least(owner, 1, num_speculative_tokens=most, max_model_len=limit)
         self.num_speculative_tokens, self.max_model_len = most, limit
         self.max_tree_depth, self.max_spec_factor, self.min_token_prob = depth, factor, least
@@ -77,8 +76,8 @@ class SuffixDecodingProposer:
     ) -> list[list[int]]:
         """Adds the sampled tokens to the trees and drafts; row i is added before row i + 1 drafts.
 
-        A request that is not in the batch is stopped. When it comes back, preempted, it starts
-        again from its prompt alone, as in the original: its response so far is forgotten.
+        A request that is not in the batch is stopped. When it is resumed after preemption, it
+        starts from its prompt alone, as in the original: its response so far is discarded.
 
         Args:
           input_batch: vLLM's: `req_ids`, `req_id_to_index`, `num_tokens_no_spec` (the sampled

@@ -13,7 +13,7 @@ from jspec.checkpoint.agreement import model_config
 from jspec.models.config import ModelConfig
 from torch_bridge.interop.dlpack import jax_device, to_jax
 from torch_bridge.interop.shared import alias
-from torch_bridge.proposers.settings import read
+from torch_bridge.proposers.settings import ConfigReader
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -21,67 +21,59 @@ _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def target_of(
     target: torch.nn.Module | str | PathLike[str],
-    vllm_config: Any,
+    read: ConfigReader,
     device: torch.device,
-    *,
-    owner: str,
 ) -> Model:
     """Returns the parts of a target that a drafter is loaded with: config, embedding and head.
 
     Args:
-      target: a module of vLLM's or transformers' form, whose tables JAX then reads where they are,
+      target: a module of vLLM's or transformers' form, whose tables JAX reads without a copy,
         or the path of a checkpoint.
-      vllm_config: `model_config.hf_config` is the target's config.json, and `model_config.dtype`
-        what a checkpoint is read as.
+      read: reads vLLM's configuration: `model_config.hf_config` is the target's config.json, and
+        `model_config.dtype` the dtype that a checkpoint is read as.
       device: of the drafter. Tables elsewhere are copied to it.
-      owner: for messages.
 
     Raises:
       AttributeError: the module has no such table. TypeError: `target` is neither, or a table is
         not of floats, as with quantisation. ValueError: a table is a part of one, as with
         tensor parallelism.
     """
+    owner = read.owner
     if not isinstance(target, torch.nn.Module | str | PathLike):
         raise TypeError(
             f"{owner}: `target_model` is a {type(target).__name__}, wanted a torch module or a "
             "path. Pass the target's module, or the path of its checkpoint."
         )
     if not isinstance(target, torch.nn.Module):
-        return _from_disk(target, vllm_config, device, owner)
-    config = ModelConfig.from_hf(_as_dict(read(vllm_config, "model_config.hf_config", owner=owner)))
+        return _from_disk(target, read, device)
+    config = ModelConfig.from_hf(_as_dict(read("model_config.hf_config")))
     language_model = getattr(target, "get_language_model", lambda: target)()
     inner = getattr(language_model, "model", None)
     embedding = getattr(inner, "embed_tokens", None)
     embedding = getattr(inner, "embedding", None) if embedding is None else embedding
-    if embedding is None:
-        raise AttributeError(
-            f"{owner}: `target_model` is a {type(target).__name__} without model.embed_tokens or "
-            "model.embedding. Pass the target's module, or the path of its checkpoint."
-        )
-    tables = {"embed": getattr(embedding, "weight", None)}
+    modules = {"embed": (embedding, "model.embed_tokens or model.embedding")}
     if not config.tie_embeddings:
-        head = getattr(language_model, "lm_head", None)
-        tables["head"] = getattr(head, "weight", None)
-        if head is None:
+        modules["head"] = getattr(language_model, "lm_head", None), "lm_head"
+    params = {}
+    for name, (module, wanted) in modules.items():
+        if module is None:
             raise AttributeError(
-                f"{owner}: `target_model` is a {type(target).__name__} without lm_head. Pass the "
+                f"{owner}: `target_model` is a {type(target).__name__} without {wanted}. Pass the "
                 "target's module, or the path of its checkpoint."
             )
-    params = {name: _share(name, table, config, device, owner) for name, table in tables.items()}
+        params[name] = _share(name, getattr(module, "weight", None), config, device, owner)
     return Model(config, params, None, None, ())
 
 
-def target_has_axes(vllm_config: Any, *, owner: str) -> bool:
+def target_has_axes(read: ConfigReader) -> bool:
     """Whether the target's positions have three axes (M-RoPE), as far as the configuration says.
 
-    Args:
-      vllm_config: `model_config.uses_mrope`, or else `model_config.hf_config`, is read.
-      owner: for messages.
+    `model_config.uses_mrope`, or else `model_config.hf_config`, is read.
     """
-    told = read(vllm_config, "model_config.uses_mrope", None, owner=owner)
-    if told is not None:
-        return bool(told)
-    hf_config = _as_dict(read(vllm_config, "model_config.hf_config", {}, owner=owner))
+    uses_mrope = read("model_config.uses_mrope", None)
+    if uses_mrope is not None:
+        return bool(uses_mrope)
+    hf_config = _as_dict(read("model_config.hf_config", {}))
     configs = [hf_config, _as_dict(hf_config.get("text_config") or {})]
     ropes = [c.get(name) for c in configs for name in ("rope_parameters", "rope_scaling")]
     return any(isinstance(rope, Mapping) and "mrope_section" in rope for rope in ropes)
@@ -111,12 +103,10 @@ def _share(
     return alias(table) if device.type == "cuda" else to_jax(table, name=name)
 
 
-def _from_disk(
-    path: str | PathLike[str], vllm_config: Any, device: torch.device, owner: str
-) -> Model:
+def _from_disk(path: str | PathLike[str], read: ConfigReader, device: torch.device) -> Model:
     checkpoint = checkpoints.read(path)
     config = model_config(checkpoint)
-    dtype = str(read(vllm_config, "model_config.dtype", owner=owner)).removeprefix("torch.")
+    dtype = str(read("model_config.dtype")).removeprefix("torch.")
     wanted = {_EMBED: "embed"} if config.tie_embeddings else {_EMBED: "embed", _HEAD: "head"}
     params = {
         wanted[name]: jax.device_put(tensor.astype(dtype), jax_device(device))
@@ -126,7 +116,7 @@ def _from_disk(
     missing = [name for name, leaf in wanted.items() if leaf not in params]
     if missing:
         raise ValueError(
-            f"{owner}: {path} has no {' and no '.join(missing)}. Pass the path of a complete "
+            f"{read.owner}: {path} has no {' and no '.join(missing)}. Pass the path of a complete "
             "checkpoint of the target."
         )
     return Model(config, params, None, None, ())
