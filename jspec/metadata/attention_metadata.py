@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jspec.axes import PAD_SLOT, AnyArray
-from jspec.pallas._dispatch import check_arrays, check_sizes
+from jspec.pallas._dispatch import check_forms, check_sizes
 from jspec.pallas._lookup import is_page
 from jspec.state import pytree, static
 
@@ -52,9 +52,9 @@ class CommonAttentionMetadata:
         """Derives the three counts from the arrays.
 
         Raises:
-          TypeError, ValueError: an array's dtype or shape does not fit; the message names it.
+          TypeError, ValueError: an array of a wrong dtype or shape.
         """
-        check_arrays(
+        check_forms(
             "CommonAttentionMetadata.of",
             seq_lens=(seq_lens, "int B"),
             query_start=(query_start, "int B+1"),
@@ -101,7 +101,7 @@ def compute_new_slot_mapping(
       Slots; PAD for rejected rows, for rows of no request, and where the table holds PAD.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; the message names it.
+      TypeError, ValueError: an argument of a wrong dtype, shape or size.
 
     Source: vLLM v1/spec_decode/utils.py, compute_new_slot_mapping.
     """
@@ -136,7 +136,7 @@ def extend_all_queries_by_N(
       New metadata; lengths are not bounded by the model's.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; the message names it.
+      TypeError, ValueError: an argument of a wrong dtype, shape or size.
 
     Source: vLLM v1/spec_decode/utils.py, extend_all_queries_by_N.
     """
@@ -177,7 +177,7 @@ def prepare_inputs(
       `max_query_len` is still that of the target's pass.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; the message names it.
+      TypeError, ValueError: an argument of a wrong dtype, shape or size.
 
     Source: vLLM v1/spec_decode/llm_base_proposer.py, prepare_inputs.
     """
@@ -220,7 +220,7 @@ def check_metadata(
         "metadata.block_table": (metadata.block_table, "int B M"),
         "metadata.slots": (metadata.slots, "int T"),
     }
-    return check_arrays(owner, **(fields | arrays))  # type: ignore[arg-type]
+    return check_forms(owner, **(fields | arrays))  # type: ignore[arg-type]
 
 
 def check_extended(

@@ -37,18 +37,14 @@ def update_num_computed_tokens_for_batch_change(
       entries past B.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; the message names it.
+      TypeError, ValueError: an argument of a wrong dtype, shape or size.
 
     Source: vLLM v1/spec_decode/utils.py, update_num_computed_tokens_for_batch_change.
     """
     check_arrays(
-        "update_num_computed_tokens_for_batch_change",
-        prev_positions=(prev_positions, "int B"),
-        num_accepted_tokens=(num_accepted_tokens, "int B"),
-        cpu_num_computed_tokens=(cpu_num_computed_tokens, "int B"),
-        num_computed_tokens=(num_computed_tokens, "int R"),
-        valid_sampled_token_count=(valid_sampled_token_count, "int R"),
-        prev_num_draft_tokens=(prev_num_draft_tokens, "int R"),
+        update_num_computed_tokens_for_batch_change,
+        *(num_computed_tokens, num_accepted_tokens, prev_positions),
+        *(valid_sampled_token_count, prev_num_draft_tokens, cpu_num_computed_tokens),
     )
     drafted = read(prev_num_draft_tokens, prev_positions, fill=0) > 0
     num_kept = read(valid_sampled_token_count, prev_positions, fill=0).astype(jnp.int32)

@@ -93,7 +93,7 @@ def set_inputs_first_pass(
       nothing; without added rows it keeps its slot, which the next step overwrites.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; the message names it.
+      TypeError, ValueError: an argument of a wrong dtype, shape or size.
 
     Source: vLLM v1/spec_decode/llm_base_proposer.py, set_inputs_first_pass.
     """
@@ -232,7 +232,7 @@ def set_inputs_first_pass_dflash(
       The query rows, R = B * (1 + num_drafts), which see each other both ways: not causal.
 
     Raises:
-      TypeError, ValueError: an argument does not fit; the message names it.
+      TypeError, ValueError: an argument of a wrong dtype, shape or size.
 
     Source: vLLM v1/spec_decode/dflash.py, DFlashProposer.set_inputs_first_pass.
     """

@@ -35,7 +35,7 @@ def prepare(scheduled: Scheduled, verified: Verified, *, vocab_size: int | None 
       continues from `backup_token`; `last_index` never leaves the request.
 
     Raises:
-      TypeError, ValueError: a field's dtype or shape does not fit; the message names it.
+      TypeError, ValueError: a field of a wrong dtype or shape.
 
     Source: vLLM v1/spec_decode/llm_base_proposer.py, prepare_next_token_ids_padded and
       prepare_inputs_padded; the clamps are ours.

@@ -1,5 +1,8 @@
 """Checks of an op's arguments, and the choice of its implementation."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -104,7 +107,31 @@ def _default_device():
     return device or jax.devices()[0]
 
 
-def check_arrays(op: str, *, host: bool = False, **arrays: tuple[AnyArray, str]) -> dict[str, int]:
+def check_arrays(op: Callable, *arrays: AnyArray | None, host: bool = False) -> dict[str, int]:
+    """Refuses arrays that are not what an op's annotations say; see `check_forms`.
+
+    Args:
+      op: the function; its array arguments are annotated with jaxtyping's `Int` or `Bool`.
+      arrays: those arguments, in their order; None where an optional one is left out.
+      host: the arrays stay in numpy.
+    """
+    forms = zip(array_forms(op).items(), arrays, strict=True)
+    given = {name: (array, form) for (name, form), array in forms if array is not None}
+    return check_forms(op.__qualname__, host=host, **given)
+
+
+@functools.cache
+def array_forms(op: Callable) -> dict[str, str]:
+    """Reads the form of each array argument, "int B W" for example, from the annotations."""
+    forms = {}
+    for name, annotation in inspect.get_annotations(op, eval_str=True).items():
+        array = (get_args(annotation) or (annotation,))[0]  # numpy's and JAX's are alike
+        if name != "return" and hasattr(array, "dim_str"):
+            forms[name] = f"{'bool' if 'bool' in array.dtypes else 'int'} {array.dim_str}"
+    return forms
+
+
+def check_forms(op: str, *, host: bool = False, **arrays: tuple[AnyArray, str]) -> dict[str, int]:
     """Refuses arrays of the wrong kind, rank or size.
 
     Args:

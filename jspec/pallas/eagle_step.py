@@ -51,12 +51,7 @@ def eagle_step(
       >>> [x.tolist() for x in step]
       [[7, 16, 0], [39, 16, -1], [8, 17, 1]]
     """
-    sizes = _dispatch.check_arrays(
-        "eagle_step",
-        positions=(positions, "int B"),
-        block_table=(block_table, "int B M"),
-        seq_lens=(seq_lens, "int B"),
-    )
+    sizes = _dispatch.check_arrays(eagle_step, positions, block_table, seq_lens)
     B = sizes["B"]
     _dispatch.check_sizes("eagle_step", page_size=page_size, max_model_len=max_model_len)
     num_rows = B if num_rows is None else num_rows

@@ -1,7 +1,7 @@
 """expand_dflash: context rows and a block of query rows for a block-parallel drafter."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,16 +83,8 @@ def expand_dflash(
       >>> rows.token_ids.tolist(), rows.query_positions.tolist(), rows.query_slots.tolist()
       ([900, 7, 7, 7], [12, 13, 14, 15], [4, 5, 6, 7])
     """
-    rejected: dict[str, Any] = {}
-    if num_rejected is not None:
-        rejected["num_rejected"] = (num_rejected, "int B")
     sizes = _dispatch.check_arrays(
-        "expand_dflash",
-        next_token=(next_token, "int B"),
-        positions=(positions, "int T"),
-        query_start=(query_start, "int B+1"),
-        block_table=(block_table, "int B M"),
-        **rejected,
+        expand_dflash, next_token, positions, query_start, block_table, num_rejected
     )
     _dispatch.check_sizes("expand_dflash", num_drafts=num_drafts, page_size=page_size)
     if max_model_len is not None:

@@ -84,12 +84,7 @@ def expand_eagle(
       ([101, 900, 7, 7, 0, 0], [10, 11, 12, 13, 0, 0], [[1, 2, 3]])
     """
     sizes = _dispatch.check_arrays(
-        "expand_eagle",
-        token_ids=(token_ids, "int T"),
-        positions=(positions, "int T"),
-        next_token=(next_token, "int B"),
-        query_start=(query_start, "int B+1"),
-        last_index=(last_index, "int B"),
+        expand_eagle, token_ids, positions, next_token, query_start, last_index
     )
     _dispatch.check_sizes("expand_eagle", num_slots=num_slots)
     B, T = sizes["B"], sizes["T"]

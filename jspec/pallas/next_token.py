@@ -50,13 +50,7 @@ def next_token(
       (array([ 7, 71,  3], dtype=int32), array([2, 0, 2], dtype=int32))
     """
     host = _dispatch.on_host(impl, sampled, discard, backup)
-    sizes = _dispatch.check_arrays(
-        "next_token",
-        host=host,
-        sampled=(sampled, "int B W"),
-        discard=(discard, "bool B"),
-        backup=(backup, "int B"),
-    )
+    sizes = _dispatch.check_arrays(next_token, sampled, discard, backup, host=host)
     _dispatch.check_sizes("next_token", vocab_size=vocab_size)
     if host:
         return _reference(sampled, discard, backup, vocab_size=vocab_size)

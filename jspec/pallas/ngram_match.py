@@ -102,7 +102,7 @@ def _check(token_ids, seq_lens, mask, rows, min_n, max_n, num_drafts) -> dict[st
     arrays: dict[str, Any] = {"token_ids": table, "seq_lens": (seq_lens, "int B")}
     if rows is not None:
         arrays["rows"] = (rows, "int B")
-    sizes = _dispatch.check_arrays("ngram_match", mask=(mask, "bool B"), **arrays)
+    sizes = _dispatch.check_forms("ngram_match", mask=(mask, "bool B"), **arrays)
     _dispatch.check_sizes("ngram_match", min_n=min_n, max_n=max_n, num_drafts=num_drafts)
     if min_n > max_n:
         raise ValueError(

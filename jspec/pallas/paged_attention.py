@@ -115,9 +115,7 @@ def _check(q, k, v, layer, block_table, num_seen, first_seen) -> dict[str, int]:
     arrays: dict[str, Any] = {"num_seen": (num_seen, "int G E")}
     if first_seen is not None:
         arrays["first_seen"] = (first_seen, "int G E")
-    sizes = _dispatch.check_arrays(
-        "paged_attention", block_table=(block_table, "int G M"), **arrays
-    )
+    sizes = _dispatch.check_forms("paged_attention", block_table=(block_table, "int G M"), **arrays)
     if k.shape != v.shape or k.ndim != 5:
         raise ValueError(
             f"paged_attention: `k` has shape {k.shape} and `v` {v.shape}, wanted [L, P, S, n, d] "

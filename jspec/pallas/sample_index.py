@@ -44,13 +44,7 @@ def sample_index(
       (array([ 1,  9, 12], dtype=int32), array([2, 0, 0], dtype=int32))
     """
     host = _dispatch.on_host(impl, cu_num_drafts, num_valid, query_start)
-    sizes = _dispatch.check_arrays(
-        "sample_index",
-        host=host,
-        cu_num_drafts=(cu_num_drafts, "int B"),
-        num_valid=(num_valid, "int B"),
-        query_start=(query_start, "int B+1"),
-    )
+    sizes = _dispatch.check_arrays(sample_index, cu_num_drafts, num_valid, query_start, host=host)
     if host:
         return _reference(cu_num_drafts, num_valid, query_start)
     how = _dispatch.choose(impl, "sample_index", num_cells=sizes["B"])
