@@ -75,7 +75,7 @@ def to_jax(tensor: torch.Tensor | np.ndarray, *, name: str = "tensor") -> jax.Ar
     if tensor.dtype == torch.int64 and not jax.config.read("jax_enable_x64"):
         tensor = _narrow(tensor, name)
     # The strides of dimensions of size 1 are anything, and JAX reads them.
-    tensor = tensor.flatten().view(tensor.shape)
+    tensor = tensor.as_strided(tensor.shape, _strides(tensor.shape))
     unaligned = tensor.data_ptr() % _ALIGNMENT[tensor.device.type]
     if tensor.is_cuda and tensor.numel():
         return _stream(device).to_jax(tensor.clone() if unaligned else tensor)
@@ -159,6 +159,14 @@ def from_host(array: np.ndarray) -> torch.Tensor:
 
 _PLATFORMS = ("cpu", "cuda")
 _ALIGNMENT = {"cpu": 64, "cuda": 16}  # of what an executable of XLA takes
+
+
+def _strides(shape: torch.Size) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return strides[::-1]
 
 
 def _copy_of_numpy(array: np.ndarray | np.generic, name: str) -> torch.Tensor:
