@@ -35,7 +35,7 @@ def add_options(add: Callable[..., Any]) -> None:
     add(
         "--adaptive",
         action=argparse.BooleanOptionalAction,
-        help="draft as much as pays, by measurement (default), or K tokens in every step",
+        help="draft for the highest throughput, measured (default), or K tokens in every step",
     )
 
 
