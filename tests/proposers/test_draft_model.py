@@ -227,7 +227,7 @@ def test_hidden_states_and_logits_of_the_draft_path_are_the_recorded_ones(monkey
             jax.debug.callback(lambda *x: seen.append(x), *states.values(), ordered=True)
             return states, cache
 
-    monkeypatch.setattr(llama, "Llama", Watched)
+    monkeypatch.setattr(draft_model, "Llama", Watched)
     config = DraftModelConfig(num_drafts=num_drafts, model=model.config)
     cache = jspec.CacheConfig(num_pages=40, page_size=5, max_model_len=60, dtype="float32")
     memory = draft_model.PROPOSER.init(config, model.params, cache, num_prompts)
