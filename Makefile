@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NEWEST_VENV := .venv-newest
+# A worker takes tests that stand beside each other: these share executables.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-all test-golden lint bench docs clean
 
@@ -10,18 +12,18 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m jspec demo
 
 test: $(VENV)/.test
-	JSPEC_TEST_QUICK=1 $(BIN)/python -m pytest -n 2 -m 'not gpu and not slow'
+	JSPEC_TEST_QUICK=1 $(PYTEST) -m 'not gpu and not slow'
 	@PYTHON="$(BIN)/python" VENV="$(NEWEST_VENV)" .ci/test-newest
 
 # With the slow repetitions, compiled as users compile, and the check that a changed recording is
 # seen.
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 	$(BIN)/python -m tests.mutations
 
 # All tests that compare with recordings: `JSPEC_GOLDEN=DIR make test-golden` takes those in DIR.
 test-golden: $(VENV)/.test
-	JSPEC_TEST_QUICK=1 $(BIN)/python -m pytest -n 2 -m 'recorded and not gpu'
+	JSPEC_TEST_QUICK=1 $(PYTEST) -m 'recorded and not gpu'
 
 # torch_bridge needs PyTorch to be checked, which is not installed everywhere (see pyproject.toml).
 lint: $(VENV)/.test

@@ -35,6 +35,8 @@ install_import_hook([f"jspec.{name}" for name in _CHECKED], "beartype.beartype")
 _XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 
+gc.set_threshold(50_000)  # tracing makes many objects that stay: collecting finds little
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
