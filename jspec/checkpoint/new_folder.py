@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -59,11 +60,25 @@ def new_folder(path: str | PathLike[str]) -> Iterator[Path]:
         yield partial
         os.rename(partial, path)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         raise type(error)(f"{path} was not written ({error}). {remedy(error)}") from error
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         raise
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder that other threads may write to for a while after an error."""
+    for _ in range(_MOST_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(_PAUSE)
+        if not folder.exists():
+            return
+
+
+_MOST_REMOVALS = 20
+_PAUSE = 0.1
+"""In seconds; TensorStore's threads end their writes within a few of them."""
 
 
 def remedy(error: OSError) -> str:
